@@ -12,15 +12,13 @@ from os.path import isfile, join
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncpipe.core.engine.events import Observer as Observer
-    from asyncpipe.core.engine.events import StepRecord as StepRecord
-    from asyncpipe.core.engine.policies.policy import LaneView as LaneView
-    from asyncpipe.core.engine.policies.policy import Policy as Policy
-    from asyncpipe.core.engine.policies.policy import StepView as StepView
-    from asyncpipe.core.engine.share import Share as Share
     from asyncpipe.core.graph.lower import CheckpointMode as CheckpointMode
     from asyncpipe.core.graph.lower import lower as lower
     from asyncpipe.core.kinds import TaskKind as TaskKind
+    from asyncpipe.core.policies.policy import LaneView as LaneView
+    from asyncpipe.core.policies.policy import Policy as Policy
+    from asyncpipe.core.policies.policy import StepView as StepView
+    from asyncpipe.core.policies.share import Share as Share
     from asyncpipe.core.predict.at_scale import predict_step as predict_step
     from asyncpipe.core.predict.costs import Costs as Costs
     from asyncpipe.core.predict.costs import Jitter as Jitter
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from asyncpipe.core.predict.topology import NetworkLink as NetworkLink
     from asyncpipe.core.predict.topology import Topology as Topology
     from asyncpipe.core.predict.topology import TopologyCosts as TopologyCosts
+    from asyncpipe.core.records.step_record import Observer as Observer
+    from asyncpipe.core.records.step_record import StepRecord as StepRecord
     from asyncpipe.core.schedules.protocol import Action as Action
     from asyncpipe.core.schedules.protocol import B as B
     from asyncpipe.core.schedules.protocol import F as F
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "core.engine.events": ("Observer", "StepRecord"),
+    "core.records.step_record": ("Observer", "StepRecord"),
     "core.graph.lower": ("CheckpointMode", "lower"),
     "core.predict.report": ("Report", "report", "reports", "steady_state"),
     "core.schedules.registry": ("find_schedule", "known_schedules"),
@@ -103,8 +103,8 @@ _HOMES = {
     "core.predict.at_scale": ("predict_step",),
     "core.predict.topology": ("Host", "NetworkLink", "Topology", "TopologyCosts"),
     "core.predict.costs": ("Costs", "Jitter", "StageCosts"),
-    "core.engine.policies.policy": ("LaneView", "Policy", "StepView"),
-    "core.engine.share": ("Share",),
+    "core.policies.policy": ("LaneView", "Policy", "StepView"),
+    "core.policies.share": ("Share",),
     "core.predict.simulate": ("SimulatedJob", "simulate", "simulate_jobs", "simulate_steps"),
     "errors": ("AsyncpipeError", "TaskError"),
     "ops.model.batchnorm": ("convert_deferred_batch_norm",),

@@ -27,8 +27,8 @@ WHOLE = (
     "compat.torch_pipe",
 )
 PLUG_INS = (
-    "core.engine.events.FailureCounter",
-    "core.engine.worker_notes.WorkerWatcher",
+    "core.records.step_record.FailureCounter",
+    "core.records.worker_notes.WorkerWatcher",
     "observe.mlflow.MLflowObserver",
     "observe.otel.StepSpans",
     "observe.scalars.ScalarObserver",

@@ -32,10 +32,10 @@ from torch import nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import rollup_bytes, status_bytes, table, worker_pids
 from asyncpipe.bench.light_worker import OwnTasks, answer
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import WorkerLostError

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import lone_thread, medians, mlp, rounds, seconds_of, table
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.report import report
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.ops.autograd.checkpoint import checkpoint
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncpipe.core.engine.events import StepNotes, TaskCompleted
-from asyncpipe.core.engine.worker_notes import WorkerUse
+from asyncpipe.core.engine.events import TaskCompleted
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.worker_notes import WorkerUse
 from asyncpipe.runtime.part_messages import PartEnded, StartPart
 from asyncpipe.runtime.workers.control_client import ControlClient
 

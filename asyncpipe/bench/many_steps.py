@@ -23,9 +23,9 @@ from asyncpipe.bench.examples import example_job, load_example
 from asyncpipe.bench.harness import alternating, medians, rounds, table
 from asyncpipe.bench.peers.cases import CASES, loss_fn
 from asyncpipe.core.checks import check_choice
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.predict.report import reports
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.pipeline.pipeline import Pipeline
 
 __all__ = ["MANY_STEPS", "ManySteps", "chosen_cases", "devices_idle", "many_steps", "show_many_steps"]

@@ -18,11 +18,11 @@ from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import run_on_loop, seconds_of, table
 from asyncpipe.bench.real_tasks import RealTasksSize, cores, real_tasks
 from asyncpipe.bench.scraper import TurnSize, turns_with_metrics
-from asyncpipe.core.engine.events import Observer
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics import PipelineCollector

@@ -29,11 +29,12 @@ from torch import nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import alternating, busy_processes, mlp, rounds, run_on_loop
-from asyncpipe.core.engine.events import StepRecord, StepSubmitted, TaskCompleted
-from asyncpipe.core.engine.share import Share
+from asyncpipe.core.engine.events import StepSubmitted, TaskCompleted
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.testing import EmulatedExecutor

@@ -24,7 +24,6 @@ from asyncpipe.cli.step_options import (
     spelled,
 )
 from asyncpipe.cli.tables import table
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.task import Task
@@ -37,6 +36,7 @@ from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
 from asyncpipe.core.predict.report import link_waits, peak_per_device, report, reports, steady_state
 from asyncpipe.core.predict.simulate import simulate, simulate_steps
 from asyncpipe.core.predict.topology import Topology, TopologyCosts
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

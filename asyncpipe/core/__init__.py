@@ -6,7 +6,9 @@ paths are given: the same calls give the same answers. Each folder may import th
 - ``kinds.py``: the table of task kinds;
 - ``schedules/``: which action runs when; ``protocol.py`` says what a schedule is;
 - ``graph/``: ``lower`` turns a schedule into a task graph;
+- ``policies/``: which ready task of a lane is next;
 - ``engine/``: the state machine that runs a task graph: events in, commands out;
+- ``records/`` and ``hangs/``: what a step leaves behind, and who is at the root of a wait;
 - ``predict/``: costs, simulation, reports, memory, and the planner that searches for the fastest pipeline.
 
 ``checks.py`` has checks of options, ``splitmix.py`` a generator of random numbers, ``hosts.py`` names of devices and

@@ -16,8 +16,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, TaskCompleted
+from asyncpipe.core.engine.events import Outcome, StepCompleted, TaskCompleted
 from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import missing_package
 
 if TYPE_CHECKING:

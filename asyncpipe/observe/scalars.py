@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Condition, Thread
 from typing import Literal, NamedTuple, TypeAlias
 
-from asyncpipe.core.engine.events import Outcome, StepRecord
+from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.predict.report import Report, report
+from asyncpipe.core.records.step_record import StepRecord
 
 __all__ = ["RunEnd", "ScalarObserver", "ScalarRow", "report_scalars"]
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from asyncpipe.core.engine.events import StepNotes
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.ops.device.lent_streams import lent_streams
 from asyncpipe.ops.device.memory import device_memory
 

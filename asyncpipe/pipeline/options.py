@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from asyncpipe.core.engine.events import Observer
-    from asyncpipe.core.engine.share import Share
+    from asyncpipe.core.policies.share import Share
+    from asyncpipe.core.records.step_record import Observer
     from asyncpipe.core.schedules.protocol import Schedule
     from asyncpipe.ops.model.feed import Feed
     from asyncpipe.ops.model.stage import StagedModel

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from asyncpipe.core.engine.compilations import CompiledStage, compiled_stages
-from asyncpipe.core.engine.events import Observer
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.compilations import CompiledStage, compiled_stages
+from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

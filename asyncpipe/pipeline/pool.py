@@ -1,7 +1,7 @@
 """Devices that several pipelines share: one thread per device, and one scheduler that decides for all of them.
 
 A pipeline without ``pool=`` has a pool of its own. Pipelines on one pool train at the same time; their steps meet in
-one scheduler, which gives each its share (``core/engine/share.py``)::
+one scheduler, which gives each its share (``core/policies/share.py``)::
 
     Pipeline ── Tenancy ──┐
     Pipeline ── Tenancy ──┼──▶ DevicePool ──▶ Driver ──▶ a thread per device
@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import NestedWaitError, PipelineClosedError
 from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch_random
 from asyncpipe.ops.device.compile_gate import on_hold_up

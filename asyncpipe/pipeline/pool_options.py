@@ -15,7 +15,7 @@ from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
     from asyncpipe.core.engine.edge_shape import EdgeShape
-    from asyncpipe.core.engine.policies.policy import MakePolicy
+    from asyncpipe.core.policies.policy import MakePolicy
     from asyncpipe.runtime.executor import Executor
     from asyncpipe.runtime.workers.launcher import Launcher
 

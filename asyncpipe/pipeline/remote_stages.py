@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from asyncpipe.core.engine.compilations import Compilation
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.errors import BatchError, EdgeError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.process_settings import ProcessSettings

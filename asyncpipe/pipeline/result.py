@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.predict.report import Report, report
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.under_way import UnderWay

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.engine.edge_shape import EdgeShape
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.policies.share import Share
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.execute.stage_files import StoredStages

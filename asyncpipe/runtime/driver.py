@@ -27,16 +27,17 @@ from asyncpipe.core.engine.events import (
     StepCancelled,
     StepCompleted,
     StepFinished,
-    StepNotes,
     StepSubmitted,
     TaskFailed,
 )
-from asyncpipe.core.engine.hangs import hang_roots
-from asyncpipe.core.engine.policies.policy import MakePolicy
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.worker_reports import PartReport, RunningReport, SeenWorker, WorkerReport
 from asyncpipe.core.graph.programs import Programs, programs
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.hangs.reports import PartReport, RunningReport, SeenWorker, WorkerReport
+from asyncpipe.core.hangs.roots import hang_roots
+from asyncpipe.core.policies.policy import MakePolicy
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_record import remove_record
 from asyncpipe.errors import InvalidTransition, PipelineClosedError
 from asyncpipe.runtime.arrivals import Arrivals, Listens
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, Tenant, nothing_around
@@ -451,7 +452,7 @@ class Driver:
         # All wake-ups since the last step that ended.
         notes.wakeups, self._wakeups = self._wakeups, []
         observers.note_devices(notes)
-        record = self.scheduler.take_record(execution.number)
+        record = remove_record(self.scheduler, execution.number)
         notes.taken = record.notes.taken
         record = replace(record, notes=notes)
         del self._executions[execution.number]

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from asyncpipe.core.engine.events import StepCompleted, StepFinished, StepNotes, StepRecord
-from asyncpipe.core.engine.share import Share
+from asyncpipe.core.engine.events import StepCompleted, StepFinished
 from asyncpipe.core.graph.programs import Place, Programs
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import HungTaskError
 from asyncpipe.runtime.executor import Completion, CurrentTask, Executor, Replaceable, TaskFunction
 from asyncpipe.runtime.observers import Observers

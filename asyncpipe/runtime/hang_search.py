@@ -6,7 +6,7 @@
         │
         └── give_up ──▶ all workers of the step are asked, and answer on the thread that answers pings, or do not
                                      │
-                          hang_roots (core/engine/hangs.py) ──▶ the root is a worker: it is killed, WorkerLostError
+                          hang_roots (core/hangs/roots.py) ──▶ the root is a worker: it is killed, WorkerLostError
                                                            └──▶ it is the link between two: the step fails, HangError
 
 That nothing happens is seen at each look of the watchdog: workers of a step that began before the last look say a
@@ -24,11 +24,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from asyncpipe.core.engine.hangs import HangRoot, HangState, cut_off, hang_roots
-from asyncpipe.core.engine.jobs import JobAccount
-from asyncpipe.core.engine.worker_reports import AskedFor, RunningReport, SeenWorker, WorkerReport
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.hangs.reports import AskedFor, RunningReport, SeenWorker, WorkerReport
+from asyncpipe.core.hangs.roots import HangRoot, HangState, cut_off, hang_roots
+from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.errors import HangError, WorkerLostError
 
 __all__ = ["HangSearch", "SuspectedWorker", "WatchedStep"]

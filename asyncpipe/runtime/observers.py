@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Thread
 
-from asyncpipe.core.engine.events import FailureCounter, Observer, StepNotes, StepRecord
-from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerWatcher
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_record import FailureCounter, Observer, StepRecord
+from asyncpipe.core.records.worker_notes import WorkerChange, WorkerWatcher
 
 __all__ = ["Observers"]
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncpipe.core.engine.events import StepNotes, TaskCompleted, TaskFailed
-from asyncpipe.core.engine.parts_record import TaskEvent
-from asyncpipe.core.engine.worker_notes import WorkerUse
+from asyncpipe.core.engine.events import TaskCompleted, TaskFailed
+from asyncpipe.core.records.parts_record import TaskEvent
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.worker_notes import WorkerUse
 from asyncpipe.errors import EdgeError
 from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.remote_errors import portable_error, with_remote_text

@@ -24,23 +24,16 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from asyncpipe.core.engine.clocks import EdgePassage, agreed_shifts
-from asyncpipe.core.engine.compilations import Compilation
-from asyncpipe.core.engine.events import (
-    DeviceMemory,
-    Outcome,
-    StepCompleted,
-    StepFinished,
-    StepNotes,
-    StepRecord,
-    TaskCompleted,
-    TaskFailed,
-)
-from asyncpipe.core.engine.jobs import JobAccount
-from asyncpipe.core.engine.parts_record import WorkerPart, parts_record
-from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerNotes, WorkerState
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, TaskCompleted, TaskFailed
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.jobs import JobAccount
+from asyncpipe.core.records.clocks import EdgePassage, agreed_shifts
+from asyncpipe.core.records.compilations import Compilation
+from asyncpipe.core.records.parts_record import WorkerPart, parts_record
+from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.records.worker_notes import WorkerChange, WorkerNotes, WorkerState
 from asyncpipe.errors import EdgeError, HangError, PipelineClosedError, WorkerLostError
 from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.hang_search import HangSearch, Suspect

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol, TypeVar
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepRecord
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import PipelineClosedError, TaskError
 
 __all__ = ["Drives", "UnderWay", "raise_for", "task_error"]

@@ -16,7 +16,7 @@ during a step, and is killed after the floor, whatever it runs.
 
 In workers a step can also stand still while nothing runs: a message is lost, or nobody takes it. After the floor, all
 workers are asked what they are at. Who is at the root of the waits is killed. Where it is the link between two that
-answer, nobody is, and the step fails with ``HangError``. Errors of hangs name the root (``core/engine/hangs.py``).
+answer, nobody is, and the step fails with ``HangError``. Errors of hangs name the root (``core/hangs/roots.py``).
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from asyncpipe.core.engine.events import Observer
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.hosts import host_of, unit_of
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import (
     DeviceError,

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from asyncpipe.core.engine.events import Outcome, StepRecord
+from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep
 from asyncpipe.core.predict.split_anew import plan_anew, same_sums
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.ops.model.sequential import PipeSequential

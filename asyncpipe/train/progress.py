@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from asyncpipe.core.engine.compilations import CompiledStage
 from asyncpipe.core.predict.report import Report
+from asyncpipe.core.records.compilations import CompiledStage
 
 __all__ = ["Meter", "PassedProgress", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, StepRecord, TaskFailed
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, TaskFailed
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.trace import write_trace
 from asyncpipe.train.job_file import Job, job_file_error

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.core.engine.compilations import CompiledStage
-from asyncpipe.core.engine.events import Observer
-from asyncpipe.core.engine.share import Share
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.compilations import CompiledStage
+from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import DeviceError

@@ -17,7 +17,10 @@ from asyncpipe import core
 ROOT = Path(asyncpipe.__file__).parent
 CORE = sorted(info.name for info in pkgutil.walk_packages(core.__path__, "asyncpipe.core."))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
-PARTS = ("checks", "compile_option", "kinds", "hosts", "splitmix", "schedules", "graph", "engine", "predict")
+PARTS = (
+    *("checks", "compile_option", "kinds", "hosts", "splitmix"),
+    *("schedules", "graph", "policies", "engine", "records", "hangs", "predict"),
+)
 LOADED = "import sys; print(*(name for name in ('torch', 'asyncio', 'uvloop', 'numpy') if name in sys.modules))"
 
 

@@ -31,9 +31,9 @@ from prometheus_client.registry import Collector
 from torch import nn
 
 from asyncpipe import Costs, DevicePool, Pipeline, Share
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector, serve_metrics
 from asyncpipe.observe.metrics.idle_time import IdleReason
 from asyncpipe.testing import EmulatedExecutor

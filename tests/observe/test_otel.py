@@ -19,7 +19,6 @@ from asyncpipe.core.engine.events import (
     Outcome,
     StepCancelled,
     StepCompleted,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskFailed,
@@ -30,6 +29,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

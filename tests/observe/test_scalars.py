@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from resume_helpers import make_job, make_workload
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

@@ -11,8 +11,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from asyncpipe import Pipeline
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.execute import instruments
 

@@ -8,9 +8,10 @@ import threading
 import pytest
 from driver_helpers import DEVICES, bind_nothing, open_driver
 
-from asyncpipe.core.engine.events import StepCancelled, StepRecord, TaskCompleted
-from asyncpipe.core.engine.share import Share
+from asyncpipe.core.engine.events import StepCancelled, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError

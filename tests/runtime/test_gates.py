@@ -11,9 +11,9 @@ from driver_helpers import DEVICES, bind_nothing, open_driver
 from thread_helpers import Threads
 
 from asyncpipe.core.engine.events import GateOpened, TaskCompleted
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from asyncpipe.core.engine.events import Outcome, StepRecord
+from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.runtime import observers as observing

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError

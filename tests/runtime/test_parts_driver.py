@@ -13,17 +13,18 @@ from queue import SimpleQueue
 
 import pytest
 
-from asyncpipe.core.engine.events import StepNotes, TaskCompleted, TaskFailed, TaskIssued
-from asyncpipe.core.engine.share import Share
-from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
-from asyncpipe.core.engine.worker_reports import (
+from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.hangs.reports import (
     PartReport,
     ReceiverReport,
     RunningReport,
     SenderReport,
     WorkerReport,
 )
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HangError, WorkerLostError

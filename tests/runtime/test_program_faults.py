@@ -11,10 +11,10 @@ import pytest
 from driver_helpers import DEVICES, bind_nothing, executor_alone, open_driver
 
 from asyncpipe.core.engine.events import ProgramEnded, StepCancelled, TaskCompleted, TaskFailed
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HungTaskError, PipelineClosedError, TaskError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from asyncpipe import Costs, Shape, find_schedule, lower, reports, simulate_steps, steady_state
-from asyncpipe.core.engine.events import StepRecord, TaskCompleted
+from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.testing import EmulatedExecutor
 

@@ -9,7 +9,6 @@ from asyncpipe.core.engine.events import (
     Dispatch,
     Outcome,
     StepCompleted,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskDropped,
@@ -18,6 +17,7 @@ from asyncpipe.core.engine.events import (
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from asyncpipe.core.engine.events import Command, Dispatch, Event, StepRecord, StepSubmitted, TaskCompleted
-from asyncpipe.core.engine.policies.fair_share import FairShare
-from asyncpipe.core.engine.policies.flow import Flow
+from asyncpipe.core.engine.events import Command, Dispatch, Event, StepSubmitted, TaskCompleted
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.policies.fair_share import FairShare
+from asyncpipe.core.policies.flow import Flow
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedRun
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 
@@ -87,7 +88,7 @@ class ByHand:
         """A step of one task, alone."""
         assert dispatched(self.send(StepSubmitted(step, graph, share), start)) == [(step, 0)]
         self.send(TaskCompleted(step, 0, start, start + seconds), start + seconds)
-        self.state.take_record(step)
+        self.state.remove(step)
 
 
 def flows_of(state: SchedulerState) -> list[Flow]:

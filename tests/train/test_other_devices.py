@@ -9,10 +9,11 @@ from resume_helpers import make_chain, make_job
 from torch import nn
 
 from asyncpipe import pop, skippable, stash
-from asyncpipe.core.engine.events import Outcome, StepNotes
+from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.train.job_file import Job

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe import Pipeline, TaskError
-from asyncpipe.core.engine.events import DeviceMemory
+from asyncpipe.core.records.step_notes import DeviceMemory
 from asyncpipe.train import out_of_memory
 from asyncpipe.train.out_of_memory import explain_out_of_memory
 

@@ -19,9 +19,9 @@ from resume_helpers import STEPS, make_workload
 from resume_helpers import make_job as make_run
 from torch import Tensor, nn
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.train import trace_files

@@ -17,7 +17,7 @@ import torch
 from resume_helpers import batches, make_job
 from torch import Generator, Tensor, nn
 
-from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import JobFileError, TaskError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline

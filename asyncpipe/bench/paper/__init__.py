@@ -44,11 +44,11 @@ from asyncpipe.bench.paper.figures import (
 )
 from asyncpipe.bench.paper.models import FORWARDS, LayeredModel, SplitModel, paper_model
 from asyncpipe.bench.unet import speed
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import report
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.errors import OptionError

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.executor import Completion, TaskFunction
 from asyncpipe.runtime.thread_executor import ThreadExecutor

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from asyncpipe.core.engine.events import Command, Dispatch
-from asyncpipe.core.engine.policies.fair_share import FairShare
-from asyncpipe.core.engine.policies.policy import Chosen, TaskState
 from asyncpipe.core.engine.steps import Following, LaneState, StepState
+from asyncpipe.core.policies.fair_share import FairShare
+from asyncpipe.core.policies.policy import Chosen, TaskState
 from asyncpipe.errors import PolicyError, ScheduleError
 
 __all__ = ["Dispatcher"]

@@ -1,6 +1,6 @@
-"""Events (what happened), commands (what to do), and the record of a step that both leave.
+"""Events (what happened), commands (what to do), and the journal of a step, which has both.
 
-The scheduler takes events in, answers with commands, and writes both into the step's journal in that order. Times are
+The scheduler handles an event, answers with commands, and writes both into the step's journal in that order. Times are
 seconds of the caller's clock: ``time.perf_counter`` when a pipeline runs, virtual time in a simulation.
 """
 
@@ -9,33 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
-from asyncpipe.core.engine.compilations import Compilation
-from asyncpipe.core.engine.lane_use import Taken
-from asyncpipe.core.engine.share import Share
-from asyncpipe.core.engine.worker_notes import WorkerNotes
-from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.share import Share
 
 __all__ = [
     "Abort",
     "Command",
-    "DeviceMemory",
     "Dispatch",
     "Event",
-    "FailureCounter",
     "GateOpened",
     "Journal",
-    "Observer",
     "Outcome",
     "ProgramEnded",
     "RunPrograms",
     "StepCancelled",
     "StepCompleted",
     "StepFinished",
-    "StepNotes",
-    "StepRecord",
     "StepSubmitted",
     "TaskCompleted",
     "TaskDropped",
@@ -186,70 +177,3 @@ Event = (
 )
 Command = Dispatch | RunPrograms | Abort | StepFinished | StepCompleted
 Journal = Sequence[tuple[float, Event | Command]]
-
-
-class DeviceMemory(NamedTuple):
-    """Bytes of a physical device (of this process, for the CPU)."""
-
-    allocated: int
-    peak: int
-    """The most that was ever allocated."""
-    limit: int
-    """What there is to allocate."""
-
-
-@dataclass(slots=True, eq=False)
-class StepNotes:
-    """What was measured during a step beside its journal. Tasks add to it on their threads; it is read afterwards."""
-
-    copied: dict[int, int] = field(default_factory=dict)
-    """Bytes that each copy task brought, by the task's number."""
-    memory: dict[str, DeviceMemory] = field(default_factory=dict)
-    """Of each physical device that the step used, at its end."""
-    streams: dict[str, int] = field(default_factory=dict)
-    """How many streams of each of them this process uses; none of a CPU."""
-    samples: list[tuple[float, str, int]] = field(default_factory=list)
-    """(time, device, bytes allocated on it) after each task, where the pipeline was asked to sample memory."""
-    wakeups: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds that the loop was late, seconds that the scheduler took), of every wake-up since the last record."""
-    arrived: dict[int, float] = field(default_factory=dict)
-    """By task that waits for other workers: when the last message that it needs of them came."""
-    left: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By (task that waits for another machine, task that it waits for): when the message left."""
-    workers: dict[str, WorkerNotes] = field(default_factory=dict)
-    """Those that ran a part of the step, by name."""
-    drew: set[int] = field(default_factory=set)
-    """The stages that drew random numbers; of an accelerator's own numbers, those of the first micro-batch count."""
-    compilations: list[Compilation] = field(default_factory=list)
-    """What was compiled meanwhile. It is no part of what tasks take: such a task begins when it has been compiled."""
-    taken: dict[Lane, Taken] = field(default_factory=dict)
-    """By lane that other jobs used meanwhile: how long they had it, since some time before the step or in it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepRecord:
-    """The whole journal of one step and the graph that it ran; metrics, traces and reports are folds over it."""
-
-    step: int
-    graph: TaskGraph
-    journal: Journal
-    outcome: Outcome
-    notes: StepNotes = field(default_factory=StepNotes)
-
-
-class Observer(Protocol):
-    """Gets the record of every completed step. One that raises is logged and removed; training goes on."""
-
-    def step_completed(self, record: StepRecord) -> None:
-        """Called on the scheduler's loop, so it should only keep the record, and fold it on another thread."""
-
-
-@runtime_checkable
-class FailureCounter(Protocol):
-    """An observer that also counts the failures of observers."""
-
-    def observer_failed(self, reason: str) -> None:
-        """An observer ``raised``, was ``slow``, or had a record ``dropped``; other sources have reasons of their own.
-
-        Called on any thread.
-        """

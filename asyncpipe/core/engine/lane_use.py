@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from asyncpipe.core.engine.jobs import JobAccount
+from asyncpipe.core.policies.jobs import JobAccount
 
 __all__ = ["MOST_POINTS", "LaneUse", "Taken", "spans_taken"]
 

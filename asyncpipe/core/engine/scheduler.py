@@ -51,23 +51,21 @@ from asyncpipe.core.engine.events import (
     StepCancelled,
     StepCompleted,
     StepFinished,
-    StepNotes,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskDropped,
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.engine.jobs import JobAccount, Jobs
 from asyncpipe.core.engine.microbatch_admission import StepAdmissions
-from asyncpipe.core.engine.policies.fair_share import FairShare, SharedLanes
-from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
-from asyncpipe.core.engine.policies.policy import MakePolicy, Policy, TaskState
-from asyncpipe.core.engine.policies.ruled import Ruled
 from asyncpipe.core.engine.steps import LaneState, StepState, check_invariants, follow
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.fair_share import FairShare, SharedLanes
+from asyncpipe.core.policies.first_come import FirstComeFirstServed
+from asyncpipe.core.policies.jobs import JobAccount, Jobs
+from asyncpipe.core.policies.policy import MakePolicy, Policy, TaskState
+from asyncpipe.core.policies.ruled import Ruled
 from asyncpipe.errors import InvalidTransition, OptionError
 
 __all__ = ["SchedulerState", "TaskState"]
@@ -190,13 +188,15 @@ class SchedulerState:
         for lane in self._lanes.values():
             lane.policy.forget(job)
 
-    def take_record(self, step: int) -> StepRecord:
-        """The record of a completed step, which the scheduler then forgets."""
+    def remove(self, step: int) -> StepState:
+        """A completed step with its whole journal, which the scheduler then forgets.
+
+        Raises ``InvalidTransition`` for one that is not completed.
+        """
         found = self._steps.get(step)
         if found is None or not found.finished or not found.is_drained:
             raise InvalidTransition(f"step {step} is not completed")
-        del self._steps[step]
-        return StepRecord(step, found.graph, found.journal, found.outcome, StepNotes(taken=found.taken))
+        return self._steps.pop(step)
 
     # Steps
 

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncpipe.core.engine.events import Command, Event, Outcome
-from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.engine.lane_use import LaneUse, Taken
 from asyncpipe.core.engine.microbatch_admission import StepAdmissions
-from asyncpipe.core.engine.policies.fair_share import FairShare
-from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
-from asyncpipe.core.engine.policies.policy import Policy, TaskState
-from asyncpipe.core.engine.policies.ruled import Ruled
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.fair_share import FairShare
+from asyncpipe.core.policies.first_come import FirstComeFirstServed
+from asyncpipe.core.policies.jobs import JobAccount
+from asyncpipe.core.policies.policy import Policy, TaskState
+from asyncpipe.core.policies.ruled import Ruled
 from asyncpipe.errors import ScheduleError
 
 __all__ = ["Following", "LaneState", "StepState", "check_invariants", "follow"]

@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncpipe.core.engine.events import StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.events import StepSubmitted, TaskCompleted
 from asyncpipe.core.kinds import RELEASING_KINDS, TaskKind
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
 
 __all__ = ["StageMemory", "format_bytes", "memory_over_time", "peak_memory"]

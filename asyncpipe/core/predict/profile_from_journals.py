@@ -27,12 +27,12 @@ from math import inf
 from statistics import fmean, median
 from typing import NamedTuple
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, SentTensor, message_sizes
 from asyncpipe.core.predict.report import TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import StepRecord
 
 __all__ = ["MeasuredStep", "StepVariant", "combine", "layer_seconds", "task_seconds"]
 

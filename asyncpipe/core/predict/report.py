@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from asyncpipe.core.engine.compilations import Compilation
-from asyncpipe.core.engine.events import GateOpened, StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.events import GateOpened, StepSubmitted, TaskCompleted
 from asyncpipe.core.engine.lane_use import spans_taken
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph, critical_path
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.records.compilations import Compilation
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
 
 __all__ = ["Report", "SteadyState", "TaskTime", "link_waits", "peak_per_device", "report", "reports", "steady_state"]

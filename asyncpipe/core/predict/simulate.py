@@ -12,23 +12,16 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from asyncpipe.core.engine.events import (
-    Command,
-    Dispatch,
-    GateOpened,
-    StepCompleted,
-    StepRecord,
-    StepSubmitted,
-    TaskCompleted,
-)
-from asyncpipe.core.engine.policies.policy import MakePolicy
+from asyncpipe.core.engine.events import Command, Dispatch, GateOpened, StepCompleted, StepSubmitted, TaskCompleted
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.policies.policy import MakePolicy
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.topology import TopologyCosts
+from asyncpipe.core.records.step_record import StepRecord, remove_record
 from asyncpipe.errors import OptionError
 
 __all__ = ["SimulatedJob", "SimulatedRun", "can_overlap", "simulate", "simulate_jobs", "simulate_steps"]
@@ -224,7 +217,7 @@ class _Simulation:
         if end.error is not None:
             raise end.error
         number = self._owner[end.step]
-        record = self.state.take_record(end.step)
+        record = remove_record(self.state, end.step)
         record.notes.arrived.update(self._arrived[end.step])
         self.runs[number].records.append(record)
         self._ends[end.step], self._unsent[end.step], self._arrived[end.step] = {}, {}, {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.report import Report, TaskTime
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
 from asyncpipe.observe.metrics.idle_time import IdleReason

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord
-from asyncpipe.core.engine.worker_notes import WorkerChange
+from asyncpipe.core.engine.events import Outcome, StepCompleted
 from asyncpipe.core.predict.report import report
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.records.worker_notes import WorkerChange
 from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostError
 from asyncpipe.observe.live.step_data import rounded, step_data, timeline_data
 from asyncpipe.observe.live.workers_data import SeenWorkers

@@ -30,9 +30,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from asyncpipe import __version__
-from asyncpipe.core.engine.events import StepRecord
-from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerState
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.records.worker_notes import WorkerChange, WorkerState
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache

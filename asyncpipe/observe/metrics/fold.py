@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncpipe.core.engine.events import Outcome
-from asyncpipe.core.engine.worker_notes import WorkerNotes, WorkerState
+from asyncpipe.core.records.worker_notes import WorkerNotes, WorkerState
 from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, in_order, summed
 from asyncpipe.observe.metrics.idle_time import InputTimes, device_time
 from asyncpipe.observe.metrics.metric_table import HISTOGRAMS, Labels

@@ -15,7 +15,6 @@ import numpy as np
 from asyncpipe.core.engine.events import (
     Dispatch,
     GateOpened,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskDropped,
@@ -23,6 +22,7 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.lane_use import Taken
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.metrics.graph_arrays import Floats
 
 __all__ = ["StepArrays"]

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.report import Report, peak_per_device, report
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.svg import common_scale, has_few_copies, svg_timeline
 from asyncpipe.observe.pictures.timeline import format_time, kinds_of

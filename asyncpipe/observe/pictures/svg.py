@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from html import escape
 from itertools import chain
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, reports
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.pictures.timeline import (
     borders,
     common_devices,

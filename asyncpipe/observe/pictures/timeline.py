@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from itertools import chain, count, groupby, takewhile
 from math import ceil, floor, gcd, log10
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report, TaskTime, reports, steady_state
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
 
 __all__ = [

@@ -25,12 +25,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, StepSubmitted, TaskCompleted, TaskFailed
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepSubmitted, TaskCompleted, TaskFailed
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.predict.report import report
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.pictures.trace_counters import in_flight, measured_memory, predicted_memory
 from asyncpipe.observe.pictures.trace_tracks import TraceEvent, TraceTracks
 

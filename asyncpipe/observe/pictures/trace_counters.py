@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
-from asyncpipe.core.engine.events import Outcome, StepRecord, TaskCompleted
+from asyncpipe.core.engine.events import Outcome, TaskCompleted
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory, memory_over_time
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.pictures.trace_tracks import TraceEvent, TraceTracks
 
 __all__ = ["in_flight", "measured_memory", "predicted_memory"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncpipe.core.engine.events import StepRecord, TaskCompleted
-from asyncpipe.core.engine.worker_notes import WorkerNotes
+from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.records.worker_notes import WorkerNotes
 
 __all__ = ["TraceEvent", "TraceTracks"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from asyncpipe.core.engine.events import DeviceMemory
+from asyncpipe.core.records.step_notes import DeviceMemory
 
 __all__ = ["allocated_bytes", "device_memory", "host_limit"]
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from asyncpipe.core.checks import check_positive
-from asyncpipe.core.engine.worker_reports import ReceiverReport
+from asyncpipe.core.hangs.reports import ReceiverReport
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.channel import ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeHeader, MessageLayout, ReceivedMessage

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from asyncpipe.core.engine.worker_reports import SenderReport
+from asyncpipe.core.hangs.reports import SenderReport
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.channel import HUNG_UP, ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout, layout_of

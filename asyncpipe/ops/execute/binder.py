@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.fork_join import forget_failed_backward
 from asyncpipe.ops.autograd.random_streams import device_draws

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.checkpoint import checkpoint

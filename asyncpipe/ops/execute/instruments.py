@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncpipe.core.engine.events import StepNotes
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.memory import allocated_bytes
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncpipe.core.engine.events import StepNotes
 from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from asyncpipe.core.compile_option import CUDA_GRAPHS
-from asyncpipe.core.engine.compilations import Compilation
+from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.errors import BackwardError, CompileError
 from asyncpipe.ops.device.compile_gate import compile_gate, hold_up
 from asyncpipe.ops.device.streams import AcceleratorStream

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.compile_option import CompileOption
-from asyncpipe.core.engine.compilations import Compilation
+from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.errors import BackwardError, CompileError, OptionError
 from asyncpipe.ops.device.compile_gate import compile_gate, hold_up
 from asyncpipe.ops.device.devices import Device

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from asyncpipe.core.engine.events import StepNotes, StepRecord, TaskCompleted, TaskFailed, TaskIssued
-from asyncpipe.core.engine.parts_record import TaskEvent
-from asyncpipe.core.engine.worker_notes import WorkerUse
-from asyncpipe.core.engine.worker_reports import PartReport
+from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.part import Part
+from asyncpipe.core.hangs.reports import PartReport
+from asyncpipe.core.records.parts_record import TaskEvent
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.records.worker_notes import WorkerUse
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.ops.device.wire import to_buffers
 from asyncpipe.ops.edges.message import ReceivedMessage

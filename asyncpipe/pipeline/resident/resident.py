@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.engine.edge_shape import EdgeShape, EdgeState
-from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerUse
-from asyncpipe.core.engine.worker_reports import WorkerReport
 from asyncpipe.core.graph.part import Departure, Part, part
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.hangs.reports import WorkerReport
+from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerUse
 from asyncpipe.errors import EdgeError, OptionError, PipelineClosedError
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.device.memory import allocated_bytes

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 
-from asyncpipe.core.engine.worker_reports import RunningReport, StackFrame
+from asyncpipe.core.hangs.reports import RunningReport, StackFrame
 from asyncpipe.pipeline.resident.resident import Resident
 from asyncpipe.runtime.driver import Driver
 

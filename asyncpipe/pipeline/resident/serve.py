@@ -7,8 +7,8 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from asyncpipe.core.engine.events import StepNotes
-from asyncpipe.core.engine.worker_reports import AskedFor, WorkerReport
+from asyncpipe.core.hangs.reports import AskedFor, WorkerReport
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.ops.device.wire import from_buffers, from_wire
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-from asyncpipe.core.engine.events import StepRecord
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.trace import to_chrome

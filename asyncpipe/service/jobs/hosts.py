@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerState
 from asyncpipe.core.hosts import unit_of
+from asyncpipe.core.records.worker_notes import WorkerChange, WorkerState
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
 

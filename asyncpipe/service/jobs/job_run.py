@@ -17,8 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from asyncpipe.core.engine.events import Outcome, StepRecord
-from asyncpipe.core.engine.share import Share
+from asyncpipe.core.engine.events import Outcome
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.metrics import PipelineCollector

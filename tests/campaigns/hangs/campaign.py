@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe import Batch, DevicePool, Pipeline
-from asyncpipe.core.engine.events import StepRecord
-from asyncpipe.core.engine.hangs import HangState
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.hangs.roots import HangState
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError, HangError, WorkerLostError
 from asyncpipe.pipeline import workers
 from asyncpipe.runtime.watchdog import Watchdog

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncpipe.core.engine.hangs import HangState
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.hangs.roots import HangState
 from asyncpipe.core.schedules.protocol import OrderedSchedule, Shape
 from asyncpipe.core.schedules.registry import BUILT_IN, find_schedule
 from asyncpipe.errors import ScheduleError

@@ -23,12 +23,12 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
@@ -89,7 +89,7 @@ class Devices:
                 self.finished.append(command.step)
             elif isinstance(command, StepCompleted):
                 self.ends[command.step] = command
-                self.state.take_record(command.step)
+                self.state.remove(command.step)
             else:
                 self.aborted.add(command.step)
 

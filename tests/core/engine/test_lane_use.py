@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.engine.lane_use import MOST_POINTS, LaneUse, spans_taken
-from asyncpipe.core.engine.share import Share
+from asyncpipe.core.policies.jobs import JobAccount
+from asyncpipe.core.policies.share import Share
 
 
 def account(name: str) -> JobAccount:

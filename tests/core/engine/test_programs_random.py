@@ -29,7 +29,6 @@ from asyncpipe.core.engine.events import (
     StepCancelled,
     StepCompleted,
     StepFinished,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskDropped,
@@ -37,9 +36,10 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.programs import Program, programs
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_record import StepRecord, remove_record
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ class World:
                 step.aborted = step.stopped = True
             elif isinstance(command, StepCompleted):
                 step.ended = command
-                step.record = self.state.take_record(step.number)
+                step.record = remove_record(self.state, step.number)
             else:
                 assert isinstance(command, StepFinished)
 

@@ -21,12 +21,12 @@ from asyncpipe.core.engine.events import (
     TaskCompleted,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate

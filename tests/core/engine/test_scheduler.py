@@ -35,6 +35,7 @@ from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.records.step_record import remove_record
 from asyncpipe.core.schedules.protocol import F, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
@@ -94,7 +95,7 @@ class World:
             self.send(self.draw.choice(choices))
         assert all(model.ends for model in self.models.values())
         for model in self.models.values():
-            record = self.state.take_record(model.number)
+            record = remove_record(self.state, model.number)
             assert record.journal == model.log, "the journal is every event and command, in order"
             assert (record.graph, record.outcome) == (model.graph, model.outcome)
         assert self.state.idle
@@ -261,7 +262,7 @@ def test_a_failure_after_the_step_finished_shows_when_it_completes() -> None:
     error = RuntimeError("late")
     expected = [Abort(7), StepCompleted(7, Outcome.FAILED, 0, error)]
     assert state.handle(TaskFailed(7, 0, error), 2.0) == expected
-    assert state.take_record(7).outcome is Outcome.FAILED
+    assert remove_record(state, 7).outcome is Outcome.FAILED
 
 
 def test_a_cancellation_that_comes_too_late_changes_nothing() -> None:
@@ -271,7 +272,7 @@ def test_a_cancellation_that_comes_too_late_changes_nothing() -> None:
     assert state.handle(StepCancelled(0), 2.0) == []
     assert state.handle(TaskCompleted(0, 0, 0.0, 3.0), 3.0) == [StepCompleted(0, Outcome.OK)]
     assert state.handle(StepCancelled(0), 4.0) == []
-    assert state.take_record(0).outcome is Outcome.OK
+    assert remove_record(state, 0).outcome is Outcome.OK
 
 
 def test_a_second_cancellation_changes_nothing() -> None:
@@ -312,6 +313,6 @@ def test_the_record_can_be_taken_once() -> None:
     state.handle(StepSubmitted(0, graph), 0.0)
     state.handle(TaskCompleted(0, 0, 0.0, 1.0), 1.0)
     assert not state.idle
-    kinds = Counter(type(entry).__name__ for _, entry in state.take_record(0).journal)
+    kinds = Counter(type(entry).__name__ for _, entry in remove_record(state, 0).journal)
     assert kinds == dict.fromkeys(("StepSubmitted", "Dispatch", "TaskCompleted", "StepFinished", "StepCompleted"), 1)
     assert state.idle

@@ -24,6 +24,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import remove_record
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
@@ -218,7 +219,7 @@ def test_a_step_behind_closed_gates_can_be_cancelled() -> None:
     state = SchedulerState()
     assert state.handle(StepSubmitted(0, graph), 0.0) == []
     assert any(isinstance(command, StepCompleted) for command in state.handle(StepCancelled(0), 1.0))
-    assert state.take_record(0).graph is graph
+    assert remove_record(state, 0).graph is graph
     assert state.idle
 
 

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import Outcome, StepRecord, TaskCompleted
+from asyncpipe.core.engine.events import Outcome, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
 from asyncpipe.core.predict.report import peak_per_device, report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import B, F, I, OrderedSchedule, Shape, W, zigzag_placement
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

@@ -11,7 +11,6 @@ from asyncpipe.core.engine.events import (
     Outcome,
     StepCompleted,
     StepFinished,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskFailed,
@@ -19,6 +18,7 @@ from asyncpipe.core.engine.events import (
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.predict.report import report
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 

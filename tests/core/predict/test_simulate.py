@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepRecord, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
@@ -16,6 +16,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
@@ -20,6 +19,7 @@ from asyncpipe.core.predict.costs import Jitter, StageCosts
 from asyncpipe.core.predict.report import link_waits, report
 from asyncpipe.core.predict.simulate import simulate, simulate_steps
 from asyncpipe.core.predict.topology import Host, NetworkLink, Topology, TopologyCosts
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import DeviceError, OptionError, TopologyError

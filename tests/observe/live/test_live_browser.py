@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from asyncpipe import Pipeline
-from asyncpipe.core.engine.events import Outcome, StepNotes
-from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
+from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.live import LiveView, serve_live

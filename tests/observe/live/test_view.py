@@ -14,17 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import (
-    GateOpened,
-    Outcome,
-    StepCompleted,
-    StepNotes,
-    StepRecord,
-    StepSubmitted,
-    TaskCompleted,
-    TaskFailed,
-)
-from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
+from asyncpipe.core.engine.events import GateOpened, Outcome, StepCompleted, StepSubmitted, TaskCompleted, TaskFailed
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
@@ -32,6 +22,9 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostError

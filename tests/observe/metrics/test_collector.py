@@ -17,14 +17,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncpipe import observe
-from asyncpipe.core.engine.compilations import Compilation
-from asyncpipe.core.engine.events import DeviceMemory, StepNotes
-from asyncpipe.core.engine.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.compilations import Compilation
+from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
+from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

@@ -18,13 +18,10 @@ from numpy.typing import NDArray
 
 from asyncpipe.core.engine.events import (
     Abort,
-    DeviceMemory,
     Dispatch,
     GateOpened,
     Outcome,
     StepCompleted,
-    StepNotes,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskDropped,
@@ -39,6 +36,8 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import Report, TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics import graph_arrays

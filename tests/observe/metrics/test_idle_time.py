@@ -6,22 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import (
-    GateOpened,
-    Outcome,
-    StepNotes,
-    StepRecord,
-    StepSubmitted,
-    TaskCompleted,
-)
-from asyncpipe.core.engine.share import Share
+from asyncpipe.core.engine.events import GateOpened, Outcome, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics.fold import fold

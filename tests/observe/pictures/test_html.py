@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 import pytest
 
 import asyncpipe
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

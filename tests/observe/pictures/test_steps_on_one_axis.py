@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from asyncpipe.core.engine.events import StepRecord
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.predict.report import reports
 from asyncpipe.core.predict.simulate import simulate, simulate_steps
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

@@ -12,15 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import (
-    Dispatch,
-    Outcome,
-    StepCompleted,
-    StepRecord,
-    StepSubmitted,
-    TaskCompleted,
-    TaskFailed,
-)
+from asyncpipe.core.engine.events import Dispatch, Outcome, StepCompleted, StepSubmitted, TaskCompleted, TaskFailed
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase, Wiring
@@ -28,6 +20,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.pictures.trace import to_chrome, write_trace

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import DeviceMemory, Outcome, StepNotes, StepRecord, StepSubmitted
+from asyncpipe.core.engine.events import Outcome, StepSubmitted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.memory import StageMemory, memory_over_time, peak_memory
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.core.engine.events import Outcome, StepNotes, StepRecord, TaskCompleted
-from asyncpipe.core.engine.worker_notes import WorkerNotes, WorkerState
+from asyncpipe.core.engine.events import Outcome, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.records.worker_notes import WorkerNotes, WorkerState
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.pictures.trace import to_chrome

@@ -14,7 +14,7 @@ from manager_helpers import make_settings, submission
 from resume_helpers import batches, disturb
 from run_helpers import assert_same_end, plain
 
-from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerState
+from asyncpipe.core.records.worker_notes import WorkerChange, WorkerState
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.hosts import Hosts, UnknownHostError

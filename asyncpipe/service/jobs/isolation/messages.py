@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncpipe.core.engine.worker_notes import WorkerChange
+from asyncpipe.core.records.worker_notes import WorkerChange
 from asyncpipe.service.jobs.isolation.told_record import ToldRecord
 from asyncpipe.train.job_file import Job
 

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncpipe.core.engine.events import Observer, StepRecord
-from asyncpipe.core.engine.share import Share
-from asyncpipe.core.engine.worker_notes import WorkerChange, WorkerWatcher
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_record import Observer, StepRecord
+from asyncpipe.core.records.worker_notes import WorkerChange, WorkerWatcher
 from asyncpipe.errors import WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.jobs.hosts import Hosts

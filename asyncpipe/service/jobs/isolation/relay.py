@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from asyncpipe.core.engine.events import StepRecord
-from asyncpipe.core.engine.worker_notes import WorkerChange
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.records.worker_notes import WorkerChange
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.jobs.isolation.messages import Collected, Keep, Progressed, StepDone, StepTold, WorkerTold
 from asyncpipe.service.jobs.isolation.told_record import RecordTeller

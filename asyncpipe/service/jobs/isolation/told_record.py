@@ -18,13 +18,13 @@ from asyncpipe.core.engine.events import (
     Outcome,
     StepCompleted,
     StepFinished,
-    StepNotes,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskFailed,
 )
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import RemoteError
 from asyncpipe.runtime.workers.remote_errors import portable_error
 

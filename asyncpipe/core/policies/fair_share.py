@@ -42,12 +42,12 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from weakref import WeakKeyDictionary
 
-from asyncpipe.core.engine.jobs import JobAccount
-from asyncpipe.core.engine.policies.backfill import BackfillLookahead
-from asyncpipe.core.engine.policies.flow import Flow, StepOnLane
-from asyncpipe.core.engine.policies.policy import Chosen, LaneView, Policy, StepView, TaskState
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.backfill import BackfillLookahead
+from asyncpipe.core.policies.flow import Flow, StepOnLane
+from asyncpipe.core.policies.jobs import JobAccount
+from asyncpipe.core.policies.policy import Chosen, LaneView, Policy, StepView, TaskState
 
 __all__ = ["MOST_AHEAD", "FairShare", "SharedLanes"]
 

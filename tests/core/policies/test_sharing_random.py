@@ -25,12 +25,12 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
     TaskIssued,
 )
-from asyncpipe.core.engine.policies.fair_share import MOST_AHEAD, FairShare
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.policies.fair_share import MOST_AHEAD, FairShare
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
 from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
@@ -187,7 +187,7 @@ class World:
             elif isinstance(command, StepCompleted):
                 model.over = True
                 assert command.outcome is model.outcome
-                self.state.take_record(model.number)
+                self.state.remove(model.number)
                 if model.outcome is Outcome.OK:
                     assert sorted(model.dispatched) == list(range(len(model.graph.tasks))), "every task exactly once"
 

@@ -26,8 +26,8 @@ from asyncpipe.core.engine.events import (
     TaskDropped,
     TaskFailed,
 )
-from asyncpipe.core.engine.policies.fair_share import MOST_AHEAD
-from asyncpipe.core.engine.share import Share
+from asyncpipe.core.policies.fair_share import MOST_AHEAD
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
 from asyncpipe.core.schedules.protocol import F
@@ -247,7 +247,7 @@ def test_a_job_is_forgotten_when_it_is_gone() -> None:
         assert hand.state.expected(step, 0) is None
         hand.choose(step + 5.0)
         hand.send(TaskCompleted(step, 0, step, step + 1.0), step + 5.0)
-        hand.state.take_record(step)
+        hand.state.remove(step)
     assert {flow.job.name for flow in flows_of(hand.state)} == {"keeps"}
     assert hand.state.jobs == {"keeps"}
     hand.state.forget("keeps")

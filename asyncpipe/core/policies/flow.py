@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from asyncpipe.core.engine.jobs import JobAccount
-from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
-from asyncpipe.core.engine.policies.policy import StepView, TaskState
+from asyncpipe.core.policies.first_come import FirstComeFirstServed
+from asyncpipe.core.policies.jobs import JobAccount
+from asyncpipe.core.policies.policy import StepView, TaskState
 
 __all__ = ["Flow", "StepOnLane"]
 

@@ -36,12 +36,13 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.part import Departure, Part, part
 from asyncpipe.core.graph.programs import Program, Programs, programs
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import can_overlap
+from asyncpipe.core.records.step_record import remove_record
 
 Choice = Callable[[], object]
 
@@ -186,7 +187,7 @@ class Worker:
                 self.world.doom(step.number)
             elif isinstance(command, StepCompleted):
                 step.ended = command
-                record = self.state.take_record(step.number)
+                record = remove_record(self.state, step.number)
                 done = [event.task for _, event in record.journal if isinstance(event, TaskCompleted)]
                 assert command.outcome is not Outcome.OK or sorted(done) == list(range(len(graph.tasks)))
             else:

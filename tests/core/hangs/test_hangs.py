@@ -10,8 +10,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, random_partition
 
-from asyncpipe.core.engine.hangs import HangRoot, HangState, cut_off, hang_roots
-from asyncpipe.core.engine.worker_reports import (
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.part import part
+from asyncpipe.core.graph.programs import programs
+from asyncpipe.core.hangs.reports import (
     PartReport,
     ReceiverReport,
     RunningReport,
@@ -19,9 +21,7 @@ from asyncpipe.core.engine.worker_reports import (
     SenderReport,
     WorkerReport,
 )
-from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.part import part
-from asyncpipe.core.graph.programs import programs
+from asyncpipe.core.hangs.roots import HangRoot, HangState, cut_off, hang_roots
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from sharing_helpers import ByHand, always, dispatched, graph_of, one_lane
 
 from asyncpipe.core.engine.events import StepCancelled, StepCompleted, StepSubmitted, TaskCompleted, TaskDropped
-from asyncpipe.core.engine.policies.fair_share import FairShare
-from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
-from asyncpipe.core.engine.policies.policy import LaneView, Policy, StepView
-from asyncpipe.core.engine.policies.ruled import Ruled
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.policies.fair_share import FairShare
+from asyncpipe.core.policies.first_come import FirstComeFirstServed
+from asyncpipe.core.policies.policy import LaneView, Policy, StepView
+from asyncpipe.core.policies.ruled import Ruled
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
 from asyncpipe.core.schedules.backward_first import BackwardFirst
 from asyncpipe.core.schedules.protocol import Action, RuledSchedule, Shape

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.policies.share import Share
 
 __all__ = ["JobAccount", "Jobs"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncpipe.core.engine.policies import fair_share
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.policies import fair_share
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
 from asyncpipe.core.schedules.protocol import Shape

@@ -8,9 +8,9 @@ import pytest
 from sharing_helpers import ByHand, always, computed, dispatched, graph_of, one_lane, shaken, spans, step_seconds
 
 from asyncpipe.core.engine.events import GateOpened, StepSubmitted, TaskCompleted
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
 from asyncpipe.core.schedules.backward_first import BackwardFirst

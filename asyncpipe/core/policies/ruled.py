@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from heapq import heappop
 
-from asyncpipe.core.engine.policies.first_come import FirstComeFirstServed
-from asyncpipe.core.engine.policies.policy import Chosen, LaneView
+from asyncpipe.core.policies.first_come import FirstComeFirstServed
+from asyncpipe.core.policies.policy import Chosen, LaneView
 
 __all__ = ["Ruled"]
 

@@ -30,8 +30,8 @@ from collections.abc import Set as AbstractSet
 from math import inf
 from typing import Protocol
 
-from asyncpipe.core.engine.policies.policy import Chosen, LaneView, StepView, TaskState
 from asyncpipe.core.graph.task import Lane
+from asyncpipe.core.policies.policy import Chosen, LaneView, StepView, TaskState
 
 __all__ = ["BackfillLookahead"]
 

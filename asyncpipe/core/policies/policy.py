@@ -36,9 +36,9 @@ from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from typing import Protocol, TypeAlias
 
-from asyncpipe.core.engine.jobs import JobAccount
 from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.jobs import JobAccount
 
 __all__ = ["Chosen", "LaneView", "MakePolicy", "Policy", "StepView", "TaskState"]
 

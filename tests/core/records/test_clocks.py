@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.clocks import EdgePassage, agreed_shifts
+from asyncpipe.core.records.clocks import EdgePassage, agreed_shifts
 
 WORKERS = ("a", "b", "c", "d")
 TINY = 1e-8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
-from asyncpipe.core.engine.policies.policy import Chosen, Policy, StepView
+from asyncpipe.core.policies.policy import Chosen, Policy, StepView
 
 __all__ = ["FirstComeFirstServed"]
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from random_graphs import random_graph, random_partition
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepSubmitted, TaskCompleted, TaskDropped, TaskFailed
-from asyncpipe.core.engine.parts_record import TaskEvent, WorkerPart, parts_record
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.parts_record import TaskEvent, WorkerPart, parts_record
 
 Told = list[tuple[float, TaskEvent]]
 

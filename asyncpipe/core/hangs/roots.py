@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from asyncpipe.core.engine.worker_reports import PartReport, ReceiverReport, RunningReport, SeenWorker, SenderReport
 from asyncpipe.core.graph.part import BEGINNING, owner_of
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.hangs.reports import PartReport, ReceiverReport, RunningReport, SeenWorker, SenderReport
 
 __all__ = ["HangRoot", "HangState", "HangWait", "cut_off", "hang_roots"]
 

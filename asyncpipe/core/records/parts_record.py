@@ -19,15 +19,15 @@ from asyncpipe.core.engine.events import (
     StepCancelled,
     StepCompleted,
     StepFinished,
-    StepRecord,
     StepSubmitted,
     TaskCompleted,
     TaskFailed,
     TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.engine.share import Share
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_record import StepRecord, remove_record
 
 __all__ = ["TaskEvent", "WorkerPart", "parts_record"]
 
@@ -84,7 +84,7 @@ def parts_record(
         scheduler.handle(StepCancelled(step), now)
     for part in parts:
         scheduler.handle(ProgramEnded(step, tuple(sorted(part.tasks - happened))), now)
-    record = scheduler.take_record(step)
+    record = remove_record(scheduler, step)
     # Only now: the scheduler knows nothing of the step before, which has a record of its own.
     record = replace(record, journal=[(at, _behind(event, after)) for at, event in record.journal])
     return record if error is None or failures else _failed(record, error)
