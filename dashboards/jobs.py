@@ -35,7 +35,7 @@ def jobs() -> tuple[Band, ...]:
         Band(8, ((_states(), 12), (_transitions(), 12))),
         Band(4, ((_takes_jobs(), 8), (_hung_tasks(), 8), (_log_failures(), 8))),
         Band(8, ((_waiting(), 8), (_retries(), 8), (_commits(), 8))),
-        Band(8, ((_failed_jobs(), 12), (_webhook(), 12))),
+        Band(8, ((_failed_jobs(), 24),)),
         Band(8, ((_heartbeats(), 16), (_draining(), 8))),
     )
 
@@ -115,19 +115,6 @@ def _failed_jobs() -> Panel:
     since = f"time() - max by (job, state) ({series('job_failure_timestamp_seconds')})"
     names = (("job", (("displayName", "Job"),)), ("state", (("displayName", "State"),)))
     return table(options, (Query(since, "Since"), (("unit", "s"), ("decimals", 0))), first=names)
-
-
-def _webhook() -> Panel:
-    options = PanelOptions(
-        title="Webhook",
-        about="Messages per minute to the webhook, by outcome, and how long the oldest one waits. A line above 0 that "
-        "rises is a receiver that does not answer.",
-        unit="none",
-        runbook=("AsyncpipeWebhookFailing",),
-    )
-    told = Query(f"60 * {total('outcome', rate('webhook_messages_total'))}", "{{outcome}} per minute")
-    waiting = Query(f"max by (instance) ({series('webhook_waiting_seconds')})", "seconds of waiting {{instance}}")
-    return lines(options, told, waiting)
 
 
 def _heartbeats() -> Panel:

@@ -359,32 +359,6 @@ time() - max by (job) (
         ),
     ),
     Alert(
-        name="AsyncpipeWebhookFailing",
-        value="max by (instance) (asyncpipe_webhook_waiting_seconds)",
-        threshold=600,
-        hold=0,
-        severity="warning",
-        summary="the webhook of {{ $labels.instance }} is not told",
-        description=(
-            "For {{ $value | humanizeDuration }} the webhook of {{ $labels.instance }} has not taken a message; it is "
-            "tried again and again, and nothing is lost yet."
-        ),
-        labels={"signal": "waiting"},
-    ),
-    Alert(
-        name="AsyncpipeWebhookFailing",
-        value='sum by (instance) (increase(asyncpipe_webhook_messages_total{outcome=~"refused|lost"}[1h]))',
-        threshold=0,
-        hold=0,
-        severity="warning",
-        summary="the webhook of {{ $labels.instance }} misses messages",
-        description=(
-            'Within the last hour {{ $value | printf "%.0f" }} messages of {{ $labels.instance }} were refused by the '
-            "receiver or given up."
-        ),
-        labels={"signal": "lost"},
-    ),
-    Alert(
         name="AsyncpipeServiceNotReady",
         value=_READY,
         comparison="<",

@@ -66,7 +66,7 @@ examples:
   asyncpipe jobs submit examples/charlm/charlm.toml --follow
   asyncpipe jobs submit examples/charlm/charlm.toml --steps 50 --background
   asyncpipe jobs list --state failed --since -1d
-  asyncpipe jobs list --tag night --grouped
+  asyncpipe jobs list --tag night
   asyncpipe jobs watch
   asyncpipe jobs priority background charlm 01k8zq1m
   asyncpipe jobs cancel 01k8zq1m 01k8zq2r
@@ -89,9 +89,7 @@ Submit the job of a job file, in the format of `asyncpipe train`. Keys that the 
 are listed on stderr: the folder of snapshots, and [observe], since the service observes all its jobs. The job's entry
 must be registered by the operator of the service, its devices must be the service's, its schedule must have a name.
 
-Where the file has [sweep], a job for each combination of its values is submitted, or for each of several [[sweep]], all
-in one group. [service] may have tags, group, after (jobs that have to finish before it begins), deadline,
-priority_class and weight.
+The file's table [service] may have tags, deadline, priority_class and weight.
 
 Prints the job's id. With --key, submitting the same job again, even much later, returns the same job.
 """
@@ -210,8 +208,6 @@ def _add_submit(commands: Subparsers) -> None:
     add("--weight", type=float, metavar="W", help="weight of its share of the devices (default: 1)")
     add("--background", action="store_true", help="run only while other jobs leave a device idle")
     add("--tag", action="append", metavar="TAG", help="a word by which it is found; may be repeated")
-    add("--group", metavar="NAME", help="the group that it belongs to")
-    add("--after", action="append", metavar="JOB", help="begin when this job has finished; may be repeated")
     add("--deadline", type=moment, metavar="TIME", help="fail unless it has ended: 2026-12-01T08:00, or 6h from now")
     add("--key", metavar="KEY", help="idempotency key: the same key and job make one job, however often submitted")
     add("--follow", action="store_true", help="show what happens to it until it ends, as `follow` does")
@@ -244,24 +240,16 @@ def _token(path: Path | None) -> str | None:
 def _submit(client: JobClient, args: argparse.Namespace) -> int:
     from asyncpipe.service.submission.from_job_file import read_submission
 
-    submission, sweep, ignored = read_submission(args.file)
+    submission, ignored = read_submission(args.file)
     for key in ignored:
         print(f"{args.file}: {key}: does not apply to a job of a service", file=sys.stderr)
     submission = _with_options(submission, args)
-    if sweep is not None:
-        if args.follow:
-            raise OptionError("--follow: a sweep is many jobs; leave it out, and see `asyncpipe jobs watch`")
-        return _print(client.submit_sweep(submission, sweep, args.key), _ids, args)
     job = client.submit(submission, args.key)
     if args.follow:
         print(f"submitted job {job['id']}", file=sys.stderr, flush=True)
         args.job = job["id"]
         return _follow(client, args)
     return _print(job, lambda job: plain(job["id"]), args)
-
-
-def _ids(jobs: tuple[dict[str, Any], ...]) -> str:
-    return "\n".join(plain(job["id"]) for job in jobs)
 
 
 def _with_options(submission: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -278,8 +266,6 @@ def _with_options(submission: dict[str, Any], args: argparse.Namespace) -> dict[
         weight=args.weight,
         priority_class="background" if args.background else None,
         tags=[*submission.get("tags", ()), *args.tag] if args.tag else None,
-        group=args.group,
-        after=args.after,
         deadline=args.deadline,
         pipeline=changed(submission["pipeline"], devices=devices, schedule=args.schedule),
         training=changed(submission["training"], steps=args.steps),

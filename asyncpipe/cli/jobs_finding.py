@@ -45,31 +45,21 @@ def add_filters(parser: argparse.ArgumentParser, limit: int) -> None:
     add("--state", action="append", choices=STATES, help="only jobs in this state; may be repeated")
     add("--entry", metavar="ENTRY", help="only jobs of this entry")
     add("--tag", action="append", metavar="TAG", help="only jobs with this tag; may be repeated")
-    add("--group", metavar="GROUP", help="only jobs of this group")
-    add("--text", metavar="TEXT", help="only jobs with this text in their name, entry, id, cause, group or tags")
+    add("--text", metavar="TEXT", help="only jobs with this text in their name, entry, id, cause or tags")
     add("--since", type=moment, metavar="TIME", help="only jobs that changed since then: 2026-12-01T08:00, or -2d")
-    add("--grouped", action="store_true", help="one row for each group")
     add("--limit", type=count, default=limit, metavar="N", help=f"at most N jobs (default: {limit})")
 
 
 def filters(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``JobClient.list`` for the options of ``add_filters``."""
     return {
-        "entry": args.entry, "tags": args.tag or (), "group": args.group, "text": args.text, "since": args.since,
-        "grouped": args.grouped, "limit": args.limit,
+        "entry": args.entry, "tags": args.tag or (), "text": args.text, "since": args.since, "limit": args.limit,
     }  # fmt: skip
 
 
 def table_of_jobs(jobs: tuple[dict[str, Any], ...]) -> str:
-    """A row for each job, or for each group, with how many of its jobs are in each state."""
-    shown = []
-    for job in jobs:
-        if states := job.get("group_states"):
-            counts = ", ".join(f"{states[state]} {state}" for state in STATES if states.get(state))
-            job = {**job, "name": job["group"], "cause": f"group of {sum(states.values())}: {counts}"}
-        elif job.get("waits_for"):
-            job = {**job, "cause": job["waits_for"]}
-        shown.append(job)
+    """A row for each job."""
+    shown = [{**job, "cause": job.get("waits_for") or job["cause"]} for job in jobs]
     return jobs_table(shown) if shown else "no jobs"
 
 

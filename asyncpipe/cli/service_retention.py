@@ -51,13 +51,13 @@ def _run(args: argparse.Namespace) -> int:
     from asyncpipe.service.keeping.disk_use import DiskUse
     from asyncpipe.service.keeping.retention import removals
     from asyncpipe.service.store.database import STORE, open_beside
-    from asyncpipe.service.store.keeping_queries import awaited, stored_jobs
+    from asyncpipe.service.store.keeping_queries import stored_jobs
 
     with open_beside(folder / STORE) as connection:
-        known, waited_for = stored_jobs(connection), set(awaited(connection))
+        known = stored_jobs(connection)
     use = DiskUse(folder)
     ended = use.ended(known)
-    found = removals(ended, rules, time.time(), waited_for)
+    found = removals(ended, rules, time.time())
     if args.json:
         print(json.dumps({"bytes": use.total(), "removals": [_as_json(each) for each in found]}))
     else:

@@ -4,13 +4,11 @@
 
     training_service.py   TrainingService, the component that an application embeds. Start here.
     job_reading.py        its half that changes nothing; service_loop.py: the loop where all of it happens
-    submitting.py         from what a client submits to what the store keeps: one job, or the many of a sweep
     jobs/                 which jobs run, their runs, logs and metrics
     keeping/              backups of a service, and what is made of them again
     submission/           what clients submit, and its checks
     settings/             what the operator sets
     store/                the jobs on disk
-    telling/              who hears of jobs without asking: lines in the log, a webhook
     known_tokens.py       who the service knows by their tokens; token_roles.py: what they may do
     descriptors.py        how many files the process may open, and for what
     http/                 the HTTP API and its pages

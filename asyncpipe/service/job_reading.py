@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -52,21 +52,13 @@ class JobReading(ABC):
         limit: int = 100,
         after: str | None = None,
         *,
-        one_of_each_group: bool = False,
         newest_first: bool = True,
     ) -> tuple[JobRecord, ...]:
         """At most ``limit`` of the ``wanted`` jobs, the newest first, that come after job ``after`` in this list.
 
-        To read page by page, pass the id of the last job as the next call's ``after``. With ``one_of_each_group``, the
-        newest job of ``wanted`` stands for its group.
+        To read page by page, pass the id of the last job as the next call's ``after``.
         """
-        return await self.manager.jobs.store.list(
-            wanted, limit, after, newest_first=newest_first, one_of_each_group=one_of_each_group
-        )
-
-    async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
-        """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""
-        return await self.manager.jobs.store.count_groups(groups)
+        return await self.manager.jobs.store.list(wanted, limit, after, newest_first=newest_first)
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""

@@ -62,7 +62,6 @@ MAX_CAUSE = 2000
 MAX_KEY = 200
 MAX_TAGS = 20
 MAX_TAG = 64
-MAX_AFTER = 100
 LAST_DEADLINE = 253402300800.0
 """The end of the year 9999, as a Unix time."""
 IDEMPOTENCY_KEY = f"1 to {MAX_KEY} printable ASCII characters"
@@ -161,10 +160,6 @@ class JobSpec:
     weight: float = 1.0
     tags: tuple[str, ...] = ()
     """Words by which the job is found."""
-    group: str | None = None
-    """The name of the group in which it was submitted with others."""
-    after: tuple[str, ...] = ()
-    """Ids of the jobs that have to finish before it begins."""
     deadline: float | None = None
     """The Unix time at which the job fails unless it has ended."""
 
@@ -186,11 +181,6 @@ class JobSpec:
             raise JobSpecError(f"a job's tags are up to {MAX_TAGS}, each {TAG}; not {self.tags!r:.200}")
         if len(set(self.tags)) < len(self.tags):
             raise JobSpecError(f"a job has each tag once, not {self.tags!r:.200}")
-        if self.group is not None and not (isinstance(self.group, str) and 0 < len(self.group) <= MAX_NAME):
-            raise JobSpecError(f"a job's group is a text of 1 to {MAX_NAME} characters, not {self.group!r:.100}")
-        ids = self.after if isinstance(self.after, tuple) else (None,)
-        if len(ids) > MAX_AFTER or not all(isinstance(job, str) and 0 < len(job) <= MAX_NAME for job in ids):
-            raise JobSpecError(f"a job comes after up to {MAX_AFTER} jobs, each an id, not {self.after!r:.200}")
         if self.deadline is not None and not (
             isinstance(self.deadline, int | float) and 0 < self.deadline < LAST_DEADLINE
         ):
@@ -204,15 +194,14 @@ class JobSpec:
 
     def to_json(self) -> str:
         """The specification as ASCII text; equal ones have the same text. Raises ``JobSpecError``."""
-        # What is not given is left out, so that the text is that of the versions that did not know it.
-        finding = {"tags": list(self.tags), "group": self.group, "after": list(self.after), "deadline": self.deadline}
         table = {
             "name": self.name,
             "entry": self.entry,
             "document": dict(self.document),
             "priority_class": str(self.priority_class),
             "weight": float(self.weight),
-            **{key: value for key, value in finding.items() if value},
+            "tags": list(self.tags),
+            "deadline": self.deadline,
         }
         try:
             text = json.dumps(table, sort_keys=True, allow_nan=False, separators=(",", ":"))
@@ -234,10 +223,9 @@ class JobSpec:
         try:
             table = json.loads(text)
             priority = PriorityClass(table["priority_class"])
-            tags, after = tuple(table.get("tags", ())), tuple(table.get("after", ()))
             return cls(
                 table["name"], table["entry"], table["document"], priority, table["weight"],
-                tags, table.get("group"), after, table.get("deadline"),
+                tuple(table["tags"]), table["deadline"],
             )  # fmt: skip
         except (TypeError, ValueError, KeyError, RecursionError) as error:
             raise JobSpecError(f"a stored specification cannot be read: {text:.200}") from error
@@ -273,8 +261,6 @@ class JobRecord:
     """The id of the job of which it is a copy; that one may be gone."""
     from_step: int | None = None
     """The step of the snapshot that its next run goes on from, if that was said."""
-    awaits: tuple[str, ...] = ()
-    """Those of ``spec.after`` that have not finished."""
 
     @property
     def is_background(self) -> bool:

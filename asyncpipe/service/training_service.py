@@ -39,10 +39,7 @@ from asyncpipe.service.store.database import STORE
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.service.submission.submission import Submission
-from asyncpipe.service.submission.sweep import SweepInput
-from asyncpipe.service.submitting import Submitting, blaming_submission
-from asyncpipe.service.telling.webhook import Webhook
+from asyncpipe.service.submission.submission import Submission, check_submission
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["JobEvent", "LossRow", "ServiceDrainingError", "ServiceStatus", "TrainingService"]
@@ -84,7 +81,6 @@ class TrainingService(JobReading):
         self.tokens = KnownTokens(settings.folder / STORE, settings.token)
         """Who may use the service over HTTP."""
         self._manager: Manager | None = None
-        self._retainer: Retainer | None = None
         self.loop = ServiceLoop()
         """Where everything happens."""
         self._stack = AsyncExitStack()
@@ -141,27 +137,15 @@ class TrainingService(JobReading):
             store = await stack.enter_async_context(JobStore(path))
             await check_state(store, jobs, refuse=refuse)
             await stack.enter_async_context(self.tokens.kept(store))
-            webhook = await self._told(store, stack)
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
             self.collector.commits = lambda: store.thread.commits
             self.collector.hung_tasks = lambda: manager.hung
             self.collector.heartbeats = manager.hosts.heartbeats
             self.collector.drained = manager.hosts.drained
             self._manager = await stack.enter_async_context(manager)
-            self._retainer = await stack.enter_async_context(Retainer(settings, manager))
-            if webhook is not None:
-                manager.jobs.on_change = webhook.wake
-                webhook.wake()  # Of what the manager found when it opened.
+            await stack.enter_async_context(Retainer(settings, manager))
             self.loop.beat()
             self._stack = stack.pop_all()
-
-    async def _told(self, store: JobStore, stack: AsyncExitStack) -> Webhook | None:
-        """Who is told about jobs; behind the manager, so that it hears of what happens until the end."""
-        if self.settings.webhook is None:
-            return None
-        webhook = Webhook(self.settings.webhook, store, self.settings.folder)
-        self.collector.webhook = lambda: webhook.figures
-        return await stack.enter_async_context(webhook)
 
     async def _close(self) -> None:
         try:
@@ -189,34 +173,13 @@ class TrainingService(JobReading):
         """The job, and whether it is new: the same key and submission again return the job that they created before.
 
         Raises ``SubmissionError`` that names every wrong key, ``IdempotencyConflictError``, ``QueueFullError``,
-        ``ServiceDrainingError``, ``QuotaError``, and ``OptionError`` for an invalid idempotency key.
+        ``PastDeadlineError``, ``ServiceDrainingError``, and ``OptionError`` for an invalid idempotency key.
         """
         manager = self.manager
         if manager.shutdown is not None:
             raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
-        self._check_quota()
-        spec = await self._submitting().check(submission)
-        with blaming_submission():
-            return await self.loop.do(manager.jobs.submit(spec, idempotency_key))
-
-    async def submit_sweep(
-        self, submission: Mapping[str, Any], sweep: SweepInput, idempotency_key: str | None = None
-    ) -> tuple[tuple[JobRecord, bool], ...]:
-        """A job for each combination of a grid, or each entry of a list, in one group; and whether each is new.
-
-        ``sweep`` says which keys of ``submission`` have which values, as ``[sweep]`` of a job file. All jobs are
-        submitted or none. Raises as ``submit``.
-        """
-        manager = self.manager
-        if manager.shutdown is not None:
-            raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
-        self._check_quota()
-        specs = await self._submitting().check_sweep(submission, sweep, idempotency_key)
-        with blaming_submission():
-            return await self.loop.do(manager.jobs.submit_all(specs, idempotency_key))
-
-    def _submitting(self) -> Submitting:
-        return Submitting(self.settings, self.entries, self.manager.jobs.store)
+        spec = check_submission(submission, self.settings, self.entries)
+        return await self.loop.do(manager.jobs.submit(spec, idempotency_key))
 
     async def pause(self, job: str, cause: str = "asked to pause") -> JobRecord:
         """The job, paused; or running and asked to pause after its step, with a snapshot."""
@@ -255,18 +218,15 @@ class TrainingService(JobReading):
         ``job`` may be in any state and stays as it is. Raises as ``retry``, and ``JobFolderError`` if there is no room.
         """
         manager = self.manager
-        self._check_quota()
         record = await self.get(job)
         spec = changed_spec(record, changes or {}, self.settings, self.entries, fixed=("entry",))
-        return await self.loop.do(
-            manager.ended.fork(job, replace(spec, after=(), group=None, deadline=None), from_step)
-        )
+        return await self.loop.do(manager.ended.fork(job, replace(spec, deadline=None), from_step))
 
     async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
         """Delete a job that has ended, with all that it has on disk; what it was, and what it had.
 
-        With ``dry_run`` nothing is deleted. Raises ``JobStateError`` for a job that has not ended or that others wait
-        for, and ``JobFolderError`` if its folder cannot be removed.
+        With ``dry_run`` nothing is deleted. Raises ``JobStateError`` for a job that has not ended, and
+        ``JobFolderError`` if its folder cannot be removed.
         """
         ended = self.manager.ended
         if dry_run:
@@ -296,10 +256,6 @@ class TrainingService(JobReading):
         the running pipeline cannot follow it; nothing was changed then.
         """
         return await self.loop.do(self.manager.jobs.change_schedule(job, schedule))
-
-    def _check_quota(self) -> None:
-        if self._retainer is not None:
-            self._retainer.check_quota()
 
     # Workers
 

@@ -45,11 +45,7 @@ A whole file::
 
     [service]                           # what only a service reads, when the job is submitted to one
     tags = ["night"]
-    after = ["prepare"]                 # jobs that have to finish before this one begins
     deadline = 2026-12-01T08:00:00Z
-
-    [sweep]                             # a job for each combination; or [[sweep]], a job for each
-    training.learning_rate = [1e-3, 3e-4]
 
 Relative paths are relative to the working directory. Nothing of the job is imported here.
 """
@@ -446,22 +442,18 @@ def load_job(path: str | Path) -> Job:
     Raises ``JobFileError`` if the file cannot be read or parsed, or with one line for each wrong key: the file's
     name, the dotted key, what is wrong and what is allowed.
     """
-    job, for_service = load_job_for_service(Path(path))
-    if "sweep" in for_service:
-        rule = "is many jobs: submit them to a service with `asyncpipe jobs submit`, or leave it out"
-        raise job_file_error(Path(path), f"sweep: {rule}")
-    return job
+    return load_job_for_service(Path(path))[0]
 
 
-def load_job_for_service(path: Path) -> tuple[Job, dict[str, Any]]:
-    """The job in the TOML file at ``path``, and the tables ``service`` and ``sweep``, which only a service reads.
+def load_job_for_service(path: Path) -> tuple[Job, Any]:
+    """The job in the TOML file at ``path``, and its table ``service``, which only a service reads.
 
     Raises as ``load_job``.
     """
     tables = read_toml(path, JobFileError)
-    for_service: dict[str, Any] = {key: tables.pop(key) for key in ("service", "sweep") if key in tables}
+    service = tables.pop("service", {})
     try:
-        return Job.model_validate(tables, context={"path": path}), for_service
+        return Job.model_validate(tables, context={"path": path}), service
     except ValidationError as error:
         raise job_file_error(path, *map(str, wrong_keys(error, Job))) from None
 

@@ -223,7 +223,7 @@ def test_snapshots_are_the_jobs_choice_but_for_their_place(tmp_path):
     table = '\n[snapshots]\nfolder = "runs/x"\nevery = 7\nkeep_every = 2\nresume = true\n'
     table += "[faults]\nstep_retries = 0\nsnapshot_retries = 5\n"
     path.write_text(CHARLM.read_text(encoding="utf-8").partition("[observe]")[0] + table, encoding="utf-8")
-    submission, _, ignored = read_submission(path)
+    submission, ignored = read_submission(path)
     assert submission["snapshots"] == {"every": 7, "keep_every": 2}
     assert submission["faults"] == {"step_retries": 0, "snapshot_retries": 5}
     assert ignored == ["snapshots.folder", "snapshots.resume"]

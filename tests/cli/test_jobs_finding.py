@@ -1,4 +1,4 @@
-"""``asyncpipe jobs`` on a real API: lists, names, several jobs at once, sweeps of job files, and watching."""
+"""``asyncpipe jobs`` on a real API: lists, names, several jobs at once, and watching."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from http_helpers import ENTRY, TOKEN, Api, served
 
 from asyncpipe import cli
 from asyncpipe.cli.jobs_finding import moment
-from asyncpipe.errors import JobFileError
 from asyncpipe.train.job_file import load_job
 
 JOB_FILE = f"""
@@ -73,34 +72,26 @@ def run(capsys: pytest.CaptureFixture[str]):
     return call
 
 
-def test_a_sweep_is_submitted_listed_as_a_group_and_steered_by_names(api, run, tmp_path):
+def test_jobs_are_submitted_listed_and_steered_by_names(api, run, tmp_path):
     path = tmp_path / "job.toml"
-    path.write_text(JOB_FILE + "[sweep]\ntraining.learning_rate = [1e-3, 3e-4]\njob.parameters.width = [4, 8]\n")
-    ids, _ = run("submit", str(path), "--key", "monday")
-    assert run("submit", str(path), "--key", "monday")[0] == ids
-    assert len(set(ids)) == 4
-    single = tmp_path / "single.toml"
-    single.write_text(JOB_FILE)
-    (last,), _ = run("submit", str(single), "--name", "last", "--after", ids[0], "--tag", "late")
+    path.write_text(JOB_FILE)
+    ids = [run("submit", str(path), "--name", f"width {n}", "--key", f"{n}", "--tag", f"w{n}")[0][0] for n in range(4)]
+    assert run("submit", str(path), "--name", "width 0", "--key", "0", "--tag", "w0")[0] == ids[:1]
+    (last,), _ = run("submit", str(path), "--name", "last", "--tag", "late")
     shown = json.loads(run("show", "last", "--json")[0][0])
-    assert (shown["id"], shown["tags"], shown["after"]) == (last, ["night", "late"], [ids[0]])
-    assert shown["deadline"] == 4099795200.0
-    lines, _ = run("list", "--grouped")
-    assert [line.split()[0] for line in lines[1:]] == [last, ids[3]]
-    assert lines[2].endswith("group of 4: 4 queued")
-    lines, _ = run("list", "--tag", "width=8", "--tag", "night", "--text", "LEARNING")
-    assert [line.split()[0] for line in lines[1:]] == [ids[3], ids[1]]
-    first, second = "charlm learning_rate=0.001, width=4", "charlm learning_rate=0.001, width=8"
-    lines, _ = run("cancel", first, ids[1])
+    assert (shown["id"], shown["tags"], shown["deadline"]) == (last, ["night", "late"], 4099795200.0)
+    lines, _ = run("list", "--tag", "w3", "--tag", "night", "--text", "WIDTH")
+    assert [line.split()[0] for line in lines[1:]] == [ids[3]]
+    lines, _ = run("cancel", "width 0", ids[1])
     assert [line.split(" is ")[1].split()[0] for line in lines] == ["cancelled", "cancelled"]
     lines, err = run("cancel", ids[2], "nobody", status=1)
     assert (len(lines), "nobody: Not Found (404)" in err) == (1, True)
-    run("priority", "background", second, ids[3])
+    run("priority", "background", "width 1", ids[3])
     run("weight", "2.5", ids[3])
     run("tag", ids[3], "--add", "good", "--remove", "night")
     changed = json.loads(run("show", ids[3], "--json")[0][0])
     assert (changed["priority_class"], changed["weight"]) == ("background", 2.5)
-    assert changed["tags"] == ["learning_rate=0.0003", "width=8", "good"]
+    assert changed["tags"] == ["w3", "good"]
     assert run("list", "--since", "1h")[0] == run("list", "--entry", "none")[0] == ["no jobs"]
 
 
@@ -126,14 +117,10 @@ def test_times_are_dates_numbers_or_spans():
             moment(wrong)
 
 
-def test_a_sweep_is_nothing_to_train_and_a_table_for_services_is_left_alone(tmp_path, api, run):
+def test_training_leaves_a_table_for_services_alone(tmp_path, api, run):
     path = tmp_path / "job.toml"
     path.write_text(JOB_FILE)
     assert load_job(path).name == "charlm"
-    path.write_text(JOB_FILE + "[[sweep]]\ntraining.steps = 1\n")
-    with pytest.raises(JobFileError, match="sweep: is many jobs: submit them to a service"):
-        load_job(path)
-    assert len(run("submit", str(path))[0]) == 1
     path.write_text(JOB_FILE.replace("tags =", "tag ="))
     _, err = run("submit", str(path), status=2)
-    assert "service.tag: [service] may have tags, group, after, deadline" in err
+    assert "service.tag: [service] may have tags, deadline" in err

@@ -32,7 +32,6 @@ NAMES = {
     "AsyncpipeObserverFailing",
     "AsyncpipeJobFailed",
     "AsyncpipeJobQuarantined",
-    "AsyncpipeWebhookFailing",
     "AsyncpipeServiceNotReady",
     "AsyncpipeJobsWaitTooLong",
     "AsyncpipeJobRetries",

@@ -29,8 +29,6 @@ SERVICE = {
     "job_log_failures_total": (),
     "worker_heartbeat_age_seconds": ("worker",),
     "host_draining": ("host",),
-    "webhook_messages_total": ("outcome",),
-    "webhook_waiting_seconds": (),
 }
 """What a service tells of itself; these alone have no label for a job."""
 CONTRACT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +34,7 @@ from asyncpipe.service.store.job_store import JobFilter, JobStore
 from asyncpipe.service.store.keeping_queries import delete_job
 from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.service.submission.submission import check_new_schedule
-from asyncpipe.service.submitting import Submitting, blaming_submission
+from asyncpipe.service.submission.submission import check_new_schedule, check_submission
 from asyncpipe.service.training_service import ServiceDrainingError, ServiceStatus, TrainingService
 from asyncpipe.train.workload import Workload
 
@@ -101,19 +100,7 @@ class FakeService:
 
     async def submit(self, asked: Mapping[str, Any], idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         self._check()
-        with blaming_submission():
-            spec = await Submitting(self.settings, self.entries, self.store).check(asked)
-            return await self.store.add(spec, idempotency_key)
-
-    async def submit_sweep(
-        self, asked: Mapping[str, Any], sweep: Any, idempotency_key: str | None = None
-    ) -> tuple[tuple[JobRecord, bool], ...]:
-        self._check()
-        submitting = Submitting(self.settings, self.entries, self.store)
-        with blaming_submission():
-            return await self.store.add_all(
-                await submitting.check_sweep(asked, sweep, idempotency_key), idempotency_key
-            )
+        return await self.store.add(check_submission(asked, self.settings, self.entries), idempotency_key)
 
     async def amend(self, job: str, **changes: Any) -> JobRecord:
         self._check()
@@ -178,9 +165,6 @@ class FakeService:
         self, wanted: JobFilter, limit: int = 100, after: str | None = None, **options: bool
     ) -> Sequence[JobRecord]:
         return await self.store.list(wanted, limit, after, **options)
-
-    async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
-        return await self.store.count_groups(groups)
 
     async def history(self, job: str) -> Sequence[Any]:
         return await self.store.history(job)

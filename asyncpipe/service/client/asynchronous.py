@@ -121,16 +121,6 @@ class AsyncJobClient:
         """
         return await self._one(self._calls.delete(job, dry_run))
 
-    async def submit_sweep(
-        self, submission: Mapping[str, Any], sweep: Any, idempotency_key: str | None = None
-    ) -> tuple[dict[str, Any], ...]:
-        """The new jobs of one group: for each combination of a grid, or each entry of a list, all of them or none.
-
-        ``sweep`` is a dict of lists by dotted keys, as ``{"training.learning_rate": [1e-3, 1e-4]}``, or a list of
-        dicts.
-        """
-        return await self._one(self._calls.submit_sweep(submission, sweep, idempotency_key))
-
     async def amend(
         self,
         job: str,
@@ -171,10 +161,9 @@ class AsyncJobClient:
     ) -> AsyncIterator[dict[str, Any]]:
         """The first ``limit`` jobs in any of ``states`` that follow job ``after`` in the list, the newest first.
 
-        ``filters`` are ``entry``, ``tags`` (with all of these), ``group``, ``text`` (in the name, entry, id, cause,
-        group or a tag), ``since`` (changed then, a Unix time, or later), ``grouped=True`` (one row for each group,
-        with ``group_states``) and ``oldest_first=True``. Requests page by page as the iterator advances; jobs may be
-        added and change meanwhile.
+        ``filters`` are ``entry``, ``tags`` (with all of these), ``text`` (in the name, entry, id, cause or a tag),
+        ``since`` (changed then, a Unix time, or later) and ``oldest_first=True``. Requests page by page as the iterator
+        advances; jobs may be added and change meanwhile.
         """
         return self._each(self._calls.list(states, limit, after, filters))
 

@@ -56,17 +56,6 @@ class JobCalls:
         """What was deleted, or would be."""
         return self._asking.ask("DELETE", _path(job) + ("?dry_run=true" if dry_run else ""), None, repeatable=dry_run)
 
-    def submit_sweep(
-        self, submission: Mapping[str, Any], sweep: Any, idempotency_key: str | None
-    ) -> Dialogue[tuple[dict[str, Any], ...]]:
-        """The new jobs."""
-        key = token_urlsafe(24) if idempotency_key is None else idempotency_key
-        if not is_idempotency_key(key):
-            raise OptionError(f"an idempotency key is {IDEMPOTENCY_KEY}")
-        body = {**submission, "sweep": sweep}
-        answer = yield from self._asking.ask("POST", "/v1/sweeps", body, {"Idempotency-Key": key}, repeatable=True)
-        return tuple(answer.get("jobs", ()))
-
     def amend(self, job: str, changes: Mapping[str, Any]) -> Dialogue[dict[str, Any]]:
         """The job, with what ``changes`` has."""
         given = {name: value for name, value in changes.items() if value is not None}
@@ -184,18 +173,15 @@ def _chosen(
     *,
     entry: str | None = None,
     tags: Collection[str] = (),
-    group: str | None = None,
     text: str | None = None,
     since: float | None = None,
-    grouped: bool = False,
     oldest_first: bool = False,
 ) -> list[tuple[str, str]]:
     """The query of a list, beside its states and pages."""
-    given = {"entry": entry, "group": group, "text": text, "since": None if since is None else repr(float(since))}
+    given = {"entry": entry, "text": text, "since": None if since is None else repr(float(since))}
     return [
         *(("tag", tag) for tag in tags),
         *((name, value) for name, value in given.items() if value is not None),
-        *([("grouped", "true")] if grouped else []),
         *([("order", "oldest")] if oldest_first else []),
     ]
 

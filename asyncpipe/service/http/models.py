@@ -115,12 +115,6 @@ class JobSummary(_ResponseModel):
     tokens_per_second: FiniteNumber = Field(description="The same in tokens, if its data has some.")
     left_seconds: FiniteNumber = Field(description="Until a running job is done, at this speed.")
     tags: list[str]
-    group: str | None = Field(description="The group in which it was submitted with others.")
-    group_states: dict[JobState, int] | None = Field(
-        description="In a list with `grouped`: how many jobs of its group are in each state; it stands for them."
-    )
-    after: list[str] = Field(description="Ids of the jobs that have to finish before it begins.")
-    awaits: list[str] = Field(description="Those of them that have not finished.")
     deadline: Time | None = Field(description="When it fails unless it has ended.")
     crashes: int = Field(
         ge=0, description="How often the service died unasked while it ran, since its last snapshot or retry."
@@ -147,28 +141,17 @@ class JobsAnswer(_ResponseModel):
 
     @classmethod
     def of_records(
-        cls,
-        records: Sequence[JobRecord],
-        outlooks: Mapping[str, Outlook],
-        redact: Redactor,
-        limit: int,
-        groups: Mapping[str, Mapping[JobState, int]],
+        cls, records: Sequence[JobRecord], outlooks: Mapping[str, Outlook], redact: Redactor, limit: int
     ) -> JobsAnswer:
         """One page of at most ``limit`` jobs; a full page may have a next one."""
-        jobs = [
-            JobSummary(
-                **_summary(record, outlooks[record.id], redact, MOST_CAUSE)
-                | {"group_states": groups.get(record.spec.group or "")}
-            )
-            for record in records
-        ]
+        jobs = [JobSummary(**_summary(record, outlooks[record.id], redact, MOST_CAUSE)) for record in records]
         return cls(jobs=jobs, next=jobs[-1].id if len(jobs) >= limit else None)
 
 
 def _summary(record: JobRecord, outlook: Outlook, redact: Redactor, longest: int) -> dict[str, Any]:
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
     of_record = ("id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from")
-    of_spec = ("name", "entry", "priority_class", "weight", "group", "deadline")
+    of_spec = ("name", "entry", "priority_class", "weight", "deadline")
     snapshot, devices = record.snapshot, record.spec.table("pipeline").get("devices")
     return {
         **{each.name: getattr(outlook, each.name) for each in fields(outlook)},
@@ -177,10 +160,7 @@ def _summary(record: JobRecord, outlook: Outlook, redact: Redactor, longest: int
         **{name: getattr(record, name) for name in of_record},
         **{name: getattr(record.spec, name) for name in of_spec},
         "tags": list(record.spec.tags),
-        "after": list(record.spec.after),
-        "awaits": list(record.awaits),
         "cause": redact(record.cause, longest),
-        "group_states": None,
         "schedule": record.schedule or record.spec.table("pipeline").get("schedule"),
         "steps": record.spec.table("training").get("steps"),
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
@@ -304,19 +284,6 @@ class AmendRequest(BaseModel):
         json_schema_extra={"uniqueItems": True},
         description=f"must be a list of up to {MAX_TAGS} tags, each {TAG}",
     )
-
-
-class SweepAnswer(_ResponseModel):
-    """The jobs of a sweep, in its order."""
-
-    group: str
-    jobs: list[JobSummary]
-
-    @classmethod
-    def of_records(cls, records: Sequence[JobRecord], redact: Redactor) -> SweepAnswer:
-        """The response for the jobs of one sweep."""
-        jobs = [JobSummary(**_summary(record, Outlook(), redact, MOST_CAUSE)) for record in records]
-        return cls(group=records[0].spec.group or "", jobs=jobs)
 
 
 class CandidateAnswer(_ResponseModel):

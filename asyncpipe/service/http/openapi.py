@@ -21,7 +21,6 @@ from asyncpipe.service.http import models
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import MOST_RETRIES, Submission, SubmittedPipeline, SubmittedTraining
-from asyncpipe.service.submission.sweep import SubmittedSweep
 from asyncpipe.train.job_file import AUTO, FaultTable
 
 __all__ = ["describe"]
@@ -99,14 +98,10 @@ def _describe_submissions(schemas: dict[str, Any], settings: ServiceSettings, en
     training["seed"].pop("exclusiveMaximum")
     training["seed"]["maximum"] = 2**63 - 1024  # What a floating-point number can say, as some programs compare.
     of_entries = [_of_entry(name, entries.schema(name), schemas) for name in entries.names]
-    for model in (Submission, SubmittedSweep):
-        submission = schemas[model.__name__]
-        submission["properties"]["name"]["pattern"] = NAME
-        for alternative in submission["properties"]["group"]["anyOf"]:
-            if alternative["type"] == "string":
-                alternative["pattern"] = NAME
-        submission["properties"]["entry"]["enum"] = list(entries.names)
-        submission["anyOf"] = of_entries
+    submission = schemas[Submission.__name__]
+    submission["properties"]["name"]["pattern"] = NAME
+    submission["properties"]["entry"]["enum"] = list(entries.names)
+    submission["anyOf"] = of_entries
 
 
 def _of_entry(entry: str, parameters: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,11 @@ from asyncpipe.service.job_states import JobSpecError, JobStateError
 from asyncpipe.service.jobs.artifacts import ArtifactError, UnknownArtifactError
 from asyncpipe.service.jobs.hosts import UnknownHostError
 from asyncpipe.service.jobs.job_folder import JobFolderError
-from asyncpipe.service.keeping.retainer import QuotaError
 from asyncpipe.service.service_loop import ServiceDrainingError
 from asyncpipe.service.store.job_store import (
     AmbiguousJobError,
     IdempotencyConflictError,
+    PastDeadlineError,
     QueueFullError,
     StoreError,
     StoreProblem,
@@ -113,6 +113,8 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
     match error:
         case SubmissionError():
             return invalid(*((redact(key, 100), redact(text, 300)) for key, text in error.problems))
+        case PastDeadlineError():
+            return invalid(("deadline", str(error)))
         case UnknownJobError():
             return Problem(404, "unknown-job", "there is no job of this id or name")
         case AmbiguousJobError():
@@ -140,8 +142,6 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
             return Problem(503, "queue-full", str(error), headers=[("Retry-After", str(QUEUE_SECONDS))])
         case ServiceDrainingError():
             return draining("the service is shutting down; submitted jobs continue after its restart")
-        case QuotaError():
-            return Problem(507, "quota", str(error))
         case JobFolderError():
             _logger.error("%s", error)
             detail = "the job's folder could not be copied or removed, as on a full disk; the request changed nothing"

@@ -19,5 +19,5 @@
     job_log.py             the events of a job for those who follow it; loss_file.py: its loss curve
     service_metrics.py     the metrics of the service
 
-May import ``telling``, ``store``, ``submission`` and ``settings``; knows nothing of HTTP.
+May import ``store``, ``submission`` and ``settings``; knows nothing of HTTP.
 """

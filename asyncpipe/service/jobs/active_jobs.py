@@ -19,21 +19,20 @@ manager makes the transition when the run has ended::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError, PriorityClass
-from asyncpipe.service.jobs.awaited_jobs import AwaitedJobs, why_never, why_not_yet
+from asyncpipe.service.jobs.job_lines import log_change, log_recovered
 from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_queue import JobQueue
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import MOST_FAILED, ServiceMetrics
 from asyncpipe.service.store.changes import last_failures, newest_transition, transitions_after
-from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError, UnknownJobError
+from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError
 from asyncpipe.service.submission.submission import check_new_schedule
-from asyncpipe.service.telling.job_lines import log_change, log_recovered
 
 __all__ = ["ActiveJobs"]
 
@@ -67,9 +66,6 @@ class ActiveJobs:
         """Set when a queued job might be able to start."""
         self.timed = asyncio.Event()
         """Set when a job with a deadline has changed."""
-        self._awaited = AwaitedJobs()
-        self.on_change: Callable[[], object] = lambda: None
-        """Called when a job has changed its state."""
         self._logs = logs
         self._metrics = metrics
         self._most_queued = most_queued
@@ -141,15 +137,12 @@ class ActiveJobs:
             self.queue.discard(record.id)
             if (left := self._leaving.get(record.id)) is not None:
                 left.set()
-            self._awaited.discard(record.id)
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
         if record.state in FINAL_STATES:
-            self._awaited.ended(record.id)
             self._ended(record.id)
         if record.spec.deadline is not None:
             self.timed.set()
-        self.on_change()
         self.changed.set()
 
     def take_in(self, before: JobState | None, record: JobRecord) -> None:
@@ -162,50 +155,13 @@ class ActiveJobs:
 
     def _enqueue(self, record: JobRecord) -> None:
         self.queued[record.id] = record
-        if record.awaits:
-            self._awaited.put(record)
-        else:
-            self._awaited.discard(record.id)
-            background = record.is_background or self._is_suspect(record)
-            self.queue.put(record.id, record.submitted, background=background)
+        background = record.is_background or self._is_suspect(record)
+        self.queue.put(record.id, record.submitted, background=background)
 
     def first(self) -> JobRecord | None:
         """The queued job whose turn it is, if there is one."""
         first = self.queue.first
         return None if first is None else self.queued[first]
-
-    def why_not_yet(self, job: str) -> str | None:
-        """Which other jobs a queued ``job`` waits for, in words; ``None`` if it waits for none."""
-        if job not in self._awaited:
-            return None
-        return why_not_yet(self.queued[job].awaits, self._active)
-
-    def _active(self, job: str) -> JobRecord | None:
-        run = self.running.get(job)
-        return self.queued.get(job) if run is None else run.record
-
-    async def settle_awaited(self) -> None:
-        """Put jobs into the queue that wait for no other any more, and let those fail that would wait for ever.
-
-        Raises ``StoreError``; the next call looks at the same jobs again.
-        """
-        while self._awaited.unchecked:
-            job = next(iter(self._awaited.unchecked))
-            async with self.turn(job):
-                if job in self.queued:
-                    record = await self.store.get(job)
-                    never = [why_never(other, await self._found(other)) for other in record.awaits]
-                    if (why := next(filter(None, never), None)) is not None:
-                        await self.become(record, JobState.FAILED, why)
-                    else:
-                        self._enqueue(record)
-                self._awaited.unchecked.discard(job)
-
-    async def _found(self, job: str) -> JobRecord | None:
-        try:
-            return await self.store.get(job)
-        except UnknownJobError:
-            return None
 
     def _update(self, record: JobRecord) -> JobRecord:
         """``record``, which replaces that of a job whose state has not changed."""
@@ -238,16 +194,6 @@ class ActiveJobs:
         if new:
             self._keep(None, record)
         return record, new
-
-    async def submit_all(
-        self, specs: Sequence[JobSpec], idempotency_key: str | None
-    ) -> tuple[tuple[JobRecord, bool], ...]:
-        """The jobs, and whether each is new; all of them or none. Raises as ``JobStore.add``."""
-        added = await self.store.add_all(specs, idempotency_key, most_queued=self._most_queued)
-        for record, new in added:
-            if new:
-                self._keep(None, record)
-        return added
 
     async def pause(self, job: str, cause: str) -> JobRecord:
         """The job, paused, or running and asked to pause after its step."""

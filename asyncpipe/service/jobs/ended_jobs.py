@@ -106,7 +106,7 @@ class EndedJobs:
     async def delete(self, job: str) -> tuple[JobRecord, FilesOfJob]:
         """Delete the job with its history, losses, logs and snapshots; what it was, and what it had.
 
-        Raises ``JobStateError`` for a job that has not ended, or that others wait for.
+        Raises ``JobStateError`` for a job that has not ended.
         """
         store, folder, aside = self._active.store, self._folder / job, self._folder / f"{job}{DELETED}"
 

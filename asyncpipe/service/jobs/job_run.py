@@ -25,12 +25,12 @@ from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.jobs.artifacts import TIMELINE, TRACE
+from asyncpipe.service.jobs.job_lines import log_note
 from asyncpipe.service.jobs.job_log import JobLog, LossRow
 from asyncpipe.service.jobs.last_view import earlier_steps, keep_view
 from asyncpipe.service.jobs.outlook import Pace
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, failure
 from asyncpipe.service.store.job_store import JobStore
-from asyncpipe.service.telling.job_lines import log_note
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary

@@ -108,8 +108,6 @@ class Manager:
         self._scheduler: asyncio.Task[None] | None = None
         self._expiry: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
-        self.held: str | None = None
-        """Why no queued job begins now; ``None`` while they do."""
         self.shutdown: str | None = None
         """Why no more jobs start; ``None`` while they do. Set by ``take_no_more``, from any thread."""
         self.ending = asyncio.Event()
@@ -176,11 +174,6 @@ class Manager:
             _logger.warning("job %s did not stop within the grace period and is cancelled", run.record.id)
             run.cancel()
 
-    def hold(self, reason: str | None) -> None:
-        """Begin no queued job for this ``reason``, or go on with them; those that run go on."""
-        self.held = reason
-        self.jobs.changed.set()
-
     # From any thread
 
     def take_no_more(self, cause: str) -> None:
@@ -203,8 +196,6 @@ class Manager:
             return None
         if self.shutdown is not None:
             return self.shutdown
-        if (after := self.jobs.why_not_yet(job)) is not None:
-            return after
         first = self.jobs.first()
         assert first is not None
         decision = self._decide(first)
@@ -249,7 +240,6 @@ class Manager:
 
     async def _act(self) -> bool:
         """Start, fail or measure the first queued job; false if there is nothing to do now."""
-        await self.jobs.settle_awaited()
         record = self.jobs.first()
         if self.shutdown is not None or record is None:
             return False
@@ -263,8 +253,6 @@ class Manager:
         return decision.action in (QueueAction.BEGIN, QueueAction.REFUSE)
 
     def _decide(self, first: JobRecord) -> QueueDecision:
-        if self.held is not None:
-            return QueueDecision(first.id, QueueAction.WAIT, self.held)
         limits = self.settings.memory_limit
         peaks = self.measuring.peaks.get(first.id, None if _is_limited(first, limits) else {})
         running = self.jobs.running

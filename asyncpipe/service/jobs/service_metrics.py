@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from threading import Lock
-from time import time
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,7 +23,6 @@ from prometheus_client.registry import Collector
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
 from asyncpipe.observe.metrics.totals import bucket_of
 from asyncpipe.service.job_states import JobRecord, JobState
-from asyncpipe.service.telling.webhook import WebhookFigures
 
 __all__ = ["ServiceMetrics"]
 
@@ -43,12 +41,11 @@ class ServiceMetrics(Collector):
 
     def __init__(self) -> None:
         self.is_ready: Callable[[], bool] = lambda: False
-        """Called at each scrape, like the next five."""
+        """Called at each scrape, like the next four."""
         self.commits: Callable[[], int] = lambda: 0
         self.hung_tasks: Callable[[], int] = lambda: 0
         self.heartbeats: Callable[[], Mapping[str, float]] = dict
         self.drained: Callable[[], Mapping[str, bool]] = dict
-        self.webhook: Callable[[], WebhookFigures] = WebhookFigures
         self._merged = MergedCollector()
         self._collectors: dict[str, PipelineCollector] = {}
         """By job, in the order in which their runs ended."""
@@ -165,7 +162,6 @@ class ServiceMetrics(Collector):
         for labels, at in failed.items():
             since.add_metric(labels, at)
         yield since
-        yield from _told(self.webhook())
         text = "Transitions of jobs since the service started, by the state that they led to."
         yield _family(CounterMetricFamily, "job_transitions", text, transitions, "to")
         text = "Retries after failures: of a step on the same batch, or of a job from its last snapshot."
@@ -183,14 +179,6 @@ class ServiceMetrics(Collector):
         yield _family(GaugeMetricFamily, "host_draining", text, self.drained(), "host")
         text = "Failures to write the files of a job's log."
         yield _family(CounterMetricFamily, "job_log_failures", text, {"": log_failures})
-
-
-def _told(figures: WebhookFigures) -> Iterator[Metric]:
-    outcomes = {"delivered": figures.delivered, "refused": figures.refused, "lost": figures.lost}
-    text = "Messages to the webhook by outcome; what was refused or lost is not sent again."
-    yield _family(CounterMetricFamily, "webhook_messages", text, outcomes, "outcome")
-    text = "Seconds since what the oldest message that waits for the webhook tells of; 0 if none waits."
-    yield _family(GaugeMetricFamily, "webhook_waiting_seconds", text, {"": figures.waiting_seconds(time())})
 
 
 def _family(

@@ -6,7 +6,7 @@
     restore.py      a folder for a service, from such a file
     archive.py      the file's format: a tar archive that says at its end what must be in it
     retention.py    which of ended jobs' data is not kept: pure; disk_use.py: what there is of it
-    retainer.py     applies these rules while the service runs, and watches its quota
+    retainer.py     applies these rules while the service runs
 
 May import ``jobs`` and what is below it; nothing of HTTP.
 """

@@ -1,11 +1,8 @@
-"""Applies the rules of retention while a service runs, and watches the quota of its folder.
+"""Applies the rules of retention while a service runs, every ``every_seconds``.
 
-Every ``every_seconds``, and with a quota at least each minute::
+::
 
     jobs that have ended ─▶ DiskUse, in a thread ─▶ removals ─▶ each under its job's turn: deleted, logged
-                                  └─▶ total ─▶ above the quota? no job is submitted or begins until it is not
-
-A quota deletes nothing: that is for the rules, and for who may delete jobs.
 """
 
 from __future__ import annotations
@@ -28,13 +25,10 @@ from asyncpipe.service.keeping.disk_use import DiskUse, is_leftover
 from asyncpipe.service.keeping.retention import Kind, Removal, removals
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import UnknownJobError
-from asyncpipe.service.store.keeping_queries import awaited, stored_jobs
+from asyncpipe.service.store.keeping_queries import stored_jobs
 from asyncpipe.train.blocking_calls import in_thread
 
-__all__ = ["QuotaError", "Retainer"]
-
-QUOTA_SECONDS = 60.0
-"""The most time between two measurements, if there is a quota."""
+__all__ = ["Retainer"]
 
 FIRST_SECONDS = 5.0
 """Until the rules are applied for the first time."""
@@ -42,16 +36,11 @@ FIRST_SECONDS = 5.0
 _logger = logging.getLogger(__name__)
 
 
-class QuotaError(AsyncpipeError, RuntimeError):
-    """The folder of the service holds more than its quota: it takes no new jobs until something is deleted."""
-
-
 class Retainer:
     """An async context manager of the service's loop, inside which the rules are applied again and again."""
 
     def __init__(self, settings: ServiceSettings, manager: Manager, clock: Callable[[], float] = time.time) -> None:
         self._rules = settings.retention
-        self._quota = settings.quota
         self._folder = settings.folder
         self._manager = manager
         self._clock = clock
@@ -68,15 +57,9 @@ class Retainer:
         self._closing.set()
         await asyncio.wait([self._task])
 
-    def check_quota(self) -> None:
-        """Raise ``QuotaError`` if the folder held more than its quota when it was measured."""
-        if self._manager.held is not None:
-            raise QuotaError(f"{self._manager.held}; delete jobs, or set rules of retention")
-
     async def _go_on(self) -> None:
-        pause = self._rules.every_seconds if self._quota is None else min(self._rules.every_seconds, QUOTA_SECONDS)
-        if self._quota is None:  # Whoever starts a service has more urgent things to do.
-            await self._wait(min(pause, FIRST_SECONDS))
+        pause = self._rules.every_seconds
+        await self._wait(min(pause, FIRST_SECONDS))  # Whoever starts a service has more urgent things to do.
         while not self._closing.is_set():
             try:
                 await self.apply()
@@ -92,13 +75,12 @@ class Retainer:
                 await self._closing.wait()
 
     async def apply(self) -> Sequence[Removal]:
-        """Remove what is not kept, and measure the use of the disk; what was removed."""
+        """Remove what is not kept; what was removed."""
         store = self._manager.jobs.store
         known = await store.thread.run(stored_jobs, writes=False)
-        waited_for = await store.thread.run(awaited, writes=False)
         ended = await in_thread(lambda: self._use.ended(known, lambda: not self._closing.is_set()))
         removed = []
-        for removal in removals(ended, self._rules, self._clock(), set(waited_for)):
+        for removal in removals(ended, self._rules, self._clock()):
             if self._closing.is_set():
                 break
             if await self._remove(removal):
@@ -106,8 +88,6 @@ class Retainer:
         if removed:
             size = format_bytes(sum(removal.bytes for removal in removed))
             _logger.info("retention: %d removals of %s", len(removed), size)
-        if self._quota is not None and not self._closing.is_set():
-            self._hold(await in_thread(self._use.total), self._quota)
         return removed
 
     async def _remove(self, removal: Removal) -> bool:
@@ -129,14 +109,6 @@ class Retainer:
         size = format_bytes(removal.bytes)
         _logger.info("retention: %sjob %s (%s), %s: %s", what, job, removal.name, size, removal.reason)
         return True
-
-    def _hold(self, used: int, quota: int) -> None:
-        held = None
-        if used > quota:
-            held = f"the folder of the service has {format_bytes(used)}, and its quota is {format_bytes(quota)}"
-        if (held is None) != (self._manager.held is None):
-            _logger.warning("%s", held or "the folder of the service is within its quota again")
-        self._manager.hold(held)
 
 
 def _remove_files(folder: Path, kind: Kind) -> None:

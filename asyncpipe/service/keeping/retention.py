@@ -5,13 +5,12 @@
     ended jobs, the newest first    ■ ■ ■ ■ ■ ■ ■ ■ ■ ■
     days = 30, count = 8            ──── kept ────┊ ▲ ▲     the rest goes: what is older, too many, or too large
 
-Each kind has its rule: whole jobs first, then snapshots, losses and logs of those that stay. A job that others wait
-for stays.
+Each kind has its rule: whole jobs first, then snapshots, losses and logs of those that stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -68,12 +67,10 @@ class Removal(NamedTuple):
     reason: str
 
 
-def removals(
-    jobs: Iterable[EndedJob], rules: RetentionSettings, now: float, awaited: Collection[str] = ()
-) -> list[Removal]:
-    """What of ``jobs`` is not kept at the Unix time ``now``; ``awaited`` are jobs that others wait for."""
+def removals(jobs: Iterable[EndedJob], rules: RetentionSettings, now: float) -> list[Removal]:
+    """What of ``jobs`` is not kept at the Unix time ``now``."""
     newest_first = sorted(jobs, key=lambda job: (job.ended, job.id), reverse=True)
-    found = [each for each in _beyond(newest_first, Kind.JOBS, rules.jobs, now) if each.job not in awaited]
+    found = _beyond(newest_first, Kind.JOBS, rules.jobs, now)
     gone = {each.job for each in found}
     left = [job for job in newest_first if job.id not in gone]
     for kind, rule in ((Kind.SNAPSHOTS, rules.snapshots), (Kind.LOSSES, rules.losses), (Kind.LOGS, rules.logs)):

@@ -49,14 +49,13 @@ from asyncpipe.service.settings import setting_types as types
 from asyncpipe.service.settings.retention_settings import RetentionSettings
 from asyncpipe.service.settings.setting_types import EntrySettings
 from asyncpipe.service.settings.token_file import read_token
-from asyncpipe.service.settings.webhook_settings import WebhookSettings
 from asyncpipe.train.job_file import RayTable
 from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
 
 __all__ = ["EntrySettings", "ServiceSettings", "SettingsError"]
 
 PREFIX = "ASYNCPIPE_"
-SECRET = ("token", "webhook")
+SECRET = ("token",)
 SIMILARITY = 0.9
 """How similar to a known variable an unknown one must be to count as a misspelling; others may be other programs'."""
 
@@ -163,16 +162,12 @@ class ServiceSettings(BaseSettings):
     """What a service does that finds its store without the folders of its jobs, or these without the store."""
     retention: RetentionSettings = RetentionSettings()
     """What of jobs that have ended is deleted, and when; nothing without rules."""
-    quota: types.ByteCount | None = None
-    """Bytes of the folder; above them no job is submitted or begins. Nothing is deleted for it."""
     tensorboard: bool = Field(default=False, description="must be true or false")
     """Whether each job writes figures of its steps for TensorBoard, to ``jobs/ID/tensorboard`` in the folder."""
     mlflow: SecretStr | None = None
     """MLflow's tracking server, to which each job logs the same; secret, since it may have a password."""
     mlflow_experiment: str = Field(default="asyncpipe", min_length=1, description="must be a text that is not empty")
     """The experiment of the jobs' runs there."""
-    webhook: WebhookSettings | None = None
-    """Who is told of jobs that fail or are quarantined; nobody without it."""
     loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')
     """Whether training has an event loop of its own, which a blocking handler of the host cannot delay."""
 

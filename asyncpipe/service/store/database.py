@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.store.schema import APPLICATION_ID, MIGRATIONS
+from asyncpipe.service.store.schema import APPLICATION_ID, SCHEMA, VERSION
 from asyncpipe.train.snapshots.sync_folder import sync_folder
 
 __all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
@@ -37,7 +37,7 @@ class StoreProblem(StrEnum):
     LOCKED = "locked"
     DAMAGED = "damaged"
     FOREIGN = "foreign"
-    NEWER = "newer"
+    OTHER_VERSION = "other version"
     FORBIDDEN = "forbidden"
     CLOSED = "closed"
     FAILED = "failed"
@@ -93,11 +93,7 @@ def explain(path: Path, error: sqlite3.Error) -> StoreError:
     return explained
 
 
-def open_database(
-    path: Path,
-    busy_seconds: float,
-    migrations: Sequence[Callable[[sqlite3.Connection], None]] = MIGRATIONS,
-) -> sqlite3.Connection:
+def open_database(path: Path, busy_seconds: float) -> sqlite3.Connection:
     """A connection to the store at ``path``, which is created if it does not exist (0600, its folder 0700). Blocks.
 
     The connection is for the calling thread and has no implicit transactions. Waits up to ``busy_seconds`` for another
@@ -114,7 +110,7 @@ def open_database(
         try:
             connection = sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, factory=_OwnConnection)
             connection.lock = lock
-            _prepare(connection, path, migrations)
+            _prepare(connection, path)
         except BaseException:
             lock.close()
             raise
@@ -128,7 +124,7 @@ def open_beside(path: Path, busy_seconds: float = 5.0) -> Iterator[sqlite3.Conne
     """A connection to the store at ``path`` that a service may have open meanwhile, during the block. Blocks.
 
     Its transactions are its own: it has none by itself, and a change waits up to ``busy_seconds`` for the service's.
-    Migrates nothing. Raises ``StoreError``, also where there is no store.
+    Raises ``StoreError``, also where there is no store.
     """
     if not path.is_file():
         advice = "name the folder of a service; it is the setting `folder`"
@@ -141,7 +137,7 @@ def open_beside(path: Path, busy_seconds: float = 5.0) -> Iterator[sqlite3.Conne
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA synchronous = FULL")
-            _check_ours(connection, path, len(MIGRATIONS))
+            _check_ours(connection, path)
             yield connection
     except sqlite3.Error as error:
         raise explain(path, error) from error
@@ -191,11 +187,9 @@ def _make_file(path: Path) -> None:
     sync_folder(path.parent)  # Without that a power failure can lose the name of the file.
 
 
-def _prepare(
-    connection: sqlite3.Connection, path: Path, migrations: Sequence[Callable[[sqlite3.Connection], None]]
-) -> None:
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA trusted_schema = OFF")
-    version = _check_ours(connection, path, len(migrations))
+    is_new = _check_ours(connection, path)
     mode = _pragma(connection, "journal_mode = WAL")
     if mode != "wal":
         advice = "put it on a local disk"
@@ -203,16 +197,13 @@ def _prepare(
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
     _check_intact(connection, path, "quick_check(1)")
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        for migrate in migrations[version:]:
-            migrate(connection)
-        connection.execute(f"PRAGMA user_version = {len(migrations)}")
-        connection.execute("COMMIT")
-    except BaseException:
-        with suppress(sqlite3.Error):
-            connection.execute("ROLLBACK")
-        raise
+    if is_new:
+        try:
+            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            raise
 
 
 def _check_intact(connection: sqlite3.Connection, path: Path, check: str) -> None:
@@ -220,17 +211,17 @@ def _check_intact(connection: sqlite3.Connection, path: Path, check: str) -> Non
         raise StoreError(path, StoreProblem.DAMAGED, f"is damaged ({found})", _RESTORE)
 
 
-def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> int:
-    """The version of the file's schema, 0 for an empty file."""
+def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
+    """Return True for an empty file. Raises ``StoreError`` for another program's, and for another version's."""
     version = _pragma(connection, "user_version")
     (entries,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if entries and _pragma(connection, "application_id") != APPLICATION_ID:
         what = "is another program's database"
         raise StoreError(path, StoreProblem.FOREIGN, what, "name a file that is not there yet")
-    if not isinstance(version, int) or version > newest:
-        what = f"was written by a newer asyncpipe (schema {version}; this one knows up to {newest})"
-        raise StoreError(path, StoreProblem.NEWER, what, "upgrade asyncpipe, or name another file")
-    return version if entries else 0
+    if entries and version != VERSION:
+        what = f"was written by another version of asyncpipe (schema {version}; this one has {VERSION})"
+        raise StoreError(path, StoreProblem.OTHER_VERSION, what, "use that version, or name another file")
+    return not entries
 
 
 def _pragma(connection: sqlite3.Connection, pragma: str) -> object:

@@ -11,7 +11,7 @@ import secrets
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +32,6 @@ from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.queries import IdempotencyConflictError, QueueFullError
 from asyncpipe.service.store.reading import (
     AmbiguousJobError,
-    AwaitedJobError,
     JobCandidate,
     JobFilter,
     PastDeadlineError,
@@ -42,7 +41,6 @@ from asyncpipe.service.store.reading import (
 __all__ = [
     "ALL_JOBS",
     "AmbiguousJobError",
-    "AwaitedJobError",
     "IdempotencyConflictError",
     "JobCandidate",
     "JobFilter",
@@ -132,7 +130,6 @@ class JobStore:
 
         Raises ``JobSpecError``, ``OptionError`` (the key), ``IdempotencyConflictError`` where the key was used with
         another specification, ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already, and
-        ``UnknownJobError`` or ``AwaitedJobError`` for a job that it cannot come after, and
         ``PastDeadlineError``.
         """
         spec.to_json()
@@ -144,28 +141,6 @@ class JobStore:
             job = self._make_id(at)
             record = queries.add_job(connection, job, spec, at, idempotency_key, most_queued, forked_from)
             return record, record.id == job
-
-        return await self.thread.run(change, writes=True)
-
-    async def add_all(
-        self, specs: Sequence[JobSpec], idempotency_key: str | None = None, *, most_queued: int | None = None
-    ) -> tuple[tuple[JobRecord, bool], ...]:
-        """As ``add`` for each of ``specs`` in their order, all of them or none; the key is that of all together."""
-        keys = [None] * len(specs) if idempotency_key is None else [f"{idempotency_key}/{n}" for n in range(len(specs))]
-        for spec, key in zip(specs, keys, strict=True):
-            spec.to_json()
-            if key is not None and not is_idempotency_key(key):
-                rule = f"{IDEMPOTENCY_KEY}, less the {len(str(len(specs)))} digits that number the jobs and a slash"
-                raise OptionError(f"an idempotency key of {len(specs)} jobs is {rule}")
-
-        def change(connection: sqlite3.Connection) -> tuple[tuple[JobRecord, bool], ...]:
-            found, begun = [], self._clock()
-            for number, (spec, key) in enumerate(zip(specs, keys, strict=True)):
-                at = begun + number * 1e-6  # So that the queue has them in their order.
-                job = self._make_id(at)
-                record = queries.add_job(connection, job, spec, at, key, most_queued)
-                found.append((record, record.id == job))
-            return tuple(found)
 
         return await self.thread.run(change, writes=True)
 
@@ -287,31 +262,24 @@ class JobStore:
         after: str | None = None,
         *,
         newest_first: bool = False,
-        one_of_each_group: bool = False,
     ) -> tuple[JobRecord, ...]:
         """At most ``limit`` of the ``wanted`` jobs in the order of submission, or newest first, that follow ``after``.
 
         To read page by page, pass the id of the last job as the next call's ``after``; no job is left out or returned
-        twice, even if jobs change their state meanwhile. With ``one_of_each_group``, the newest job of ``wanted``
-        stands for its group. Raises ``UnknownJobError`` for ``after``, ``OptionError`` for ``limit``.
+        twice, even if jobs change their state meanwhile. Raises ``UnknownJobError`` for ``after``, ``OptionError`` for
+        ``limit``.
         """
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_LIMIT:
             raise OptionError(f"a list's limit is an integer from 1 to {MAX_LIMIT}, not {limit!r:.100}")
 
         def read(connection: sqlite3.Connection) -> tuple[JobRecord, ...]:
-            return reading.list_jobs(
-                connection, wanted, limit, after, newest_first=newest_first, one_of_each_group=one_of_each_group
-            )
+            return reading.list_jobs(connection, wanted, limit, after, newest_first=newest_first)
 
         return await self._run(after, read, writes=False)
 
     async def due(self, at: float) -> tuple[tuple[str, ...], float | None]:
         """The jobs that have not ended by their deadline, ``at`` this time; and when the next deadline is."""
         return await self.thread.run(lambda db: reading.jobs_due(db, at), writes=False)
-
-    async def count_groups(self, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
-        """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""
-        return await self.thread.run(lambda db: reading.count_groups(db, groups), writes=False)
 
     async def count(self) -> dict[JobState, int]:
         """How many jobs are in each state, 0 included."""

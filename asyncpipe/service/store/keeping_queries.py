@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError
 from asyncpipe.service.store.queries import add_job, change_state
 from asyncpipe.service.store.reading import find_job
 
-__all__ = ["StoredJob", "awaited", "delete_job", "fork_job", "retry_job", "stored_jobs"]
+__all__ = ["StoredJob", "delete_job", "fork_job", "retry_job", "stored_jobs"]
 
 
 class StoredJob(NamedTuple):
@@ -95,12 +94,5 @@ def delete_job(connection: sqlite3.Connection, job: str) -> JobRecord:
     record = find_job(connection, job)
     if record.state not in FINAL_STATES:
         raise JobStateError(job, record.state, "be deleted before it has ended")
-    if connection.execute("SELECT 1 FROM job_waits WHERE awaited = ?", (job,)).fetchone() is not None:
-        raise JobStateError(job, record.state, "be deleted while others wait for it")
     connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
     return record
-
-
-def awaited(connection: sqlite3.Connection) -> Iterable[str]:
-    """The ids of jobs that others wait for."""
-    return {job for (job,) in connection.execute("SELECT DISTINCT awaited FROM job_waits")}

@@ -22,7 +22,7 @@ from asyncpipe.service.job_states import (
     check_asking,
     check_transition,
 )
-from asyncpipe.service.store.reading import FROM, AwaitedJobError, PastDeadlineError, find_job, number_and_state
+from asyncpipe.service.store.reading import FROM, PastDeadlineError, find_job, number_and_state
 
 __all__ = [
     "IdempotencyConflictError",
@@ -79,8 +79,8 @@ def add_job(
 ) -> JobRecord:
     """A new job, queued; or the job that ``key`` created before with the same ``spec``.
 
-    Raises ``IdempotencyConflictError``, ``QueueFullError`` if ``most_queued`` jobs are queued already, and for the jobs
-    that it comes after ``UnknownJobError`` and ``AwaitedJobError``, and ``PastDeadlineError``.
+    Raises ``IdempotencyConflictError``, ``QueueFullError`` if ``most_queued`` jobs are queued already, and
+    ``PastDeadlineError``.
     """
     text = spec.to_json()
     if key is not None:
@@ -92,19 +92,15 @@ def add_job(
     if spec.deadline is not None and spec.deadline <= at:
         raise PastDeadlineError(spec.deadline)
     _check_room(connection, most_queued)
-    awaited = [other for other in spec.after if not _has_finished(connection, other)]
     cause = "submitted"
     number = connection.execute(
-        "INSERT INTO jobs (id, name, entry, priority_class, weight, tags, group_name, deadline, state, cause,"
-        " submitted, updated, idempotency_key, forked_from) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (job, spec.name, spec.entry, spec.priority_class, spec.weight, json.dumps(spec.tags), spec.group, spec.deadline,
+        "INSERT INTO jobs (id, name, entry, priority_class, weight, tags, deadline, state, cause,"
+        " submitted, updated, idempotency_key, forked_from) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (job, spec.name, spec.entry, spec.priority_class, spec.weight, json.dumps(spec.tags), spec.deadline,
          JobState.QUEUED, cause, at, at, key, forked_from),
     ).lastrowid  # fmt: skip
     connection.execute("INSERT INTO specs (job, spec) VALUES (?, ?)", (number, text))
     _add_tags(connection, number, spec.tags)
-    connection.executemany(
-        "INSERT OR IGNORE INTO job_waits (awaited, job) VALUES (?, ?)", [(other, number) for other in awaited]
-    )
     _add_transition(connection, number, None, JobState.QUEUED, at, cause)
     return find_job(connection, job)
 
@@ -137,8 +133,6 @@ def change_state(
         connection.execute("UPDATE jobs SET deadline = NULL WHERE number = ? AND deadline <= ?", (number, at))
     if to is JobState.RUNNING:
         connection.execute("UPDATE jobs SET from_step = NULL WHERE number = ?", (number,))
-    if to is JobState.FINISHED:
-        connection.execute("DELETE FROM job_waits WHERE awaited = ?", (job,))
     _add_transition(connection, number, state, to, at, cause)
     return find_job(connection, job)
 
@@ -241,13 +235,6 @@ def _check_room(connection: sqlite3.Connection, most_queued: int | None) -> None
     (queued,) = connection.execute("SELECT count(*) FROM jobs WHERE state = ?", (JobState.QUEUED,)).fetchone()
     if queued >= most_queued:
         raise QueueFullError(most_queued)
-
-
-def _has_finished(connection: sqlite3.Connection, job: str) -> bool:
-    _, state = number_and_state(connection, job)
-    if state in FINAL_STATES and state is not JobState.FINISHED:
-        raise AwaitedJobError(job, state)
-    return state is JobState.FINISHED
 
 
 def _add_tags(connection: sqlite3.Connection, number: int | None, tags: Sequence[str]) -> None:

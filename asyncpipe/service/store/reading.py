@@ -26,12 +26,10 @@ from asyncpipe.service.job_states import (
 __all__ = [
     "FROM",
     "AmbiguousJobError",
-    "AwaitedJobError",
     "JobCandidate",
     "JobFilter",
     "PastDeadlineError",
     "UnknownJobError",
-    "count_groups",
     "count_jobs",
     "find_job",
     "history_of",
@@ -48,10 +46,9 @@ _NAMES = (
     "id, spec, state, cause, submitted, updated, attempts, step, snapshot, asked, asked_cause, schedule, crashes,"
     " forked_from, from_step, priority_class, weight, tags, deadline"
 )
-_COLUMNS = f"{_NAMES}, (SELECT json_group_array(awaited) FROM job_waits WHERE job_waits.job = jobs.number)"  # noqa: S608 - no input
 FROM = "FROM jobs JOIN specs ON specs.job = jobs.number"
 """Of statements that read jobs with their specifications."""
-_SEARCHED = ("name", "entry", "id", "cause", "tags", "group_name")
+_SEARCHED = ("name", "entry", "id", "cause", "tags")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +60,13 @@ class JobFilter:
     entry: str | None = None
     tags: tuple[str, ...] = ()
     """With all of these."""
-    group: str | None = None
     text: str | None = None
-    """In the name, entry, id, cause, group or a tag; for ASCII letters, whether upper or lower case."""
+    """In the name, entry, id, cause or a tag; for ASCII letters, whether upper or lower case."""
     since: float | None = None
     """That have changed, or done a step, at this Unix time or later."""
 
     def __post_init__(self) -> None:
-        for name, value in (("entry", self.entry), ("group", self.group), ("text", self.text)):
+        for name, value in (("entry", self.entry), ("text", self.text)):
             if value is not None and not (_is_text(value) and len(value) <= MAX_NAME):
                 raise OptionError(f"a list's {name} is a text of 1 to {MAX_NAME} characters, not {value!r:.100}")
         if not all(map(is_tag, self.tags)):
@@ -88,18 +84,6 @@ class UnknownJobError(AsyncpipeError, LookupError):
 
     def __reduce__(self) -> tuple[type[UnknownJobError], tuple[str]]:
         return type(self), (self.job,)
-
-
-class AwaitedJobError(AsyncpipeError, ValueError):
-    """A job that has ended and not finished; no job can be submitted to come after it."""
-
-    def __init__(self, job: str, state: JobState) -> None:
-        super().__init__(f"job {job} is {state}, so nothing can come after it; retry it first, or name another job")
-        self.job = job
-        self.state = state
-
-    def __reduce__(self) -> tuple[type[AwaitedJobError], tuple[str, JobState]]:
-        return type(self), (self.job, self.state)
 
 
 class PastDeadlineError(AsyncpipeError, ValueError):
@@ -137,7 +121,7 @@ class AmbiguousJobError(AsyncpipeError, LookupError):
 
 def find_job(connection: sqlite3.Connection, job: str) -> JobRecord:
     """The job of this id. Raises ``UnknownJobError``."""
-    row = connection.execute(f"SELECT {_COLUMNS} {FROM} WHERE id = ?", (job,)).fetchone()
+    row = connection.execute(f"SELECT {_NAMES} {FROM} WHERE id = ?", (job,)).fetchone()
     if row is None:
         raise UnknownJobError(job)
     return _record(row)
@@ -150,25 +134,19 @@ def list_jobs(
     after: str | None,
     *,
     newest_first: bool,
-    one_of_each_group: bool = False,
 ) -> tuple[JobRecord, ...]:
-    """At most ``limit`` of the ``wanted`` jobs that follow job ``after`` in the list.
-
-    With ``one_of_each_group``, of each group only the job of ``wanted`` that is the newest.
-    """
+    """At most ``limit`` of the ``wanted`` jobs that follow job ``after`` in the list."""
     number = None if after is None else number_and_state(connection, after)[0]
-    chosen, values = _chosen(wanted, number, limit, newest_first=newest_first, one_of_each_group=one_of_each_group)
+    chosen, values = _chosen(wanted, number, limit, newest_first=newest_first)
     order = "DESC" if newest_first else "ASC"
     rows = connection.execute(
-        f"SELECT {_COLUMNS} {FROM} WHERE number IN ({chosen}) ORDER BY number {order}",
+        f"SELECT {_NAMES} {FROM} WHERE number IN ({chosen}) ORDER BY number {order}",
         values,
     )
     return tuple(map(_record, rows.fetchall()))
 
 
-def _chosen(
-    wanted: JobFilter, after: int | None, limit: int, *, newest_first: bool, one_of_each_group: bool
-) -> tuple[str, list[Any]]:
+def _chosen(wanted: JobFilter, after: int | None, limit: int, *, newest_first: bool) -> tuple[str, list[Any]]:
     """The SELECT of the numbers of a list, and its values.
 
     Each state has a part of its own, with at most ``limit`` rows from the index of that state: SQLite would sort all
@@ -177,19 +155,9 @@ def _chosen(
     order, follows = ("DESC", "<") if newest_first else ("ASC", ">")
     parts, values = [], list[Any]()
     for state in [None] if wanted.states is None else sorted(wanted.states):
-        clause, given = _conditions(wanted, state, "jobs")
-        if one_of_each_group:
-            newer, again = _conditions(wanted, None, "other")
-            if wanted.states is not None:
-                newer += f" AND other.state IN ({', '.join('?' * len(wanted.states))})"
-                again += sorted(wanted.states)
-            clause += (
-                " AND (jobs.group_name IS NULL OR NOT EXISTS (SELECT 1 FROM jobs AS other"  # noqa: S608 - no input
-                f" WHERE other.group_name = jobs.group_name AND other.number > jobs.number AND {newer}))"
-            )
-            given += again
+        clause, given = _conditions(wanted, state)
         if after is not None:
-            clause += f" AND jobs.number {follows} ?"
+            clause += f" AND number {follows} ?"
             given.append(after)
         part = f"SELECT number FROM jobs WHERE {clause} ORDER BY number {order} LIMIT ?"  # noqa: S608 - no input
         parts.append(f"SELECT number FROM ({part})")  # noqa: S608 - no input
@@ -199,22 +167,20 @@ def _chosen(
     return f"{' UNION ALL '.join(parts)} ORDER BY 1 {order} LIMIT ?", [*values, limit]
 
 
-def _conditions(wanted: JobFilter, state: JobState | None, table: str) -> tuple[str, list[Any]]:
-    """What jobs of ``wanted`` meet, as SQL about ``table`` and its values; of ``state`` only, if one is given."""
+def _conditions(wanted: JobFilter, state: JobState | None) -> tuple[str, list[Any]]:
+    """What jobs of ``wanted`` meet, as SQL and its values; of ``state`` only, if one is given."""
     found: list[tuple[str, list[Any]]] = []
     if state is not None:
-        found.append((f"{table}.state = ?", [state]))
+        found.append(("state = ?", [state]))
     if wanted.entry is not None:
-        found.append((f"{table}.entry = ?", [wanted.entry]))
-    if wanted.group is not None:
-        found.append((f"{table}.group_name = ?", [wanted.group]))
-    tagged = f"{table}.number IN (SELECT job FROM job_tags WHERE tag = ?)"  # noqa: S608 - no input
+        found.append(("entry = ?", [wanted.entry]))
+    tagged = "number IN (SELECT job FROM job_tags WHERE tag = ?)"
     found += [(tagged, [tag]) for tag in wanted.tags]
     if wanted.since is not None:
-        found.append((f"{table}.updated >= ?", [wanted.since]))
+        found.append(("updated >= ?", [wanted.since]))
     if wanted.text is not None:
         like = "%" + "".join(f"\\{each}" if each in "%_\\" else each for each in wanted.text) + "%"
-        columns = [f"{table}.{column} LIKE ? ESCAPE '\\'" for column in _SEARCHED]
+        columns = [f"{column} LIKE ? ESCAPE '\\'" for column in _SEARCHED]
         found.append((f"({' OR '.join(columns)})", [like] * len(columns)))
     return " AND ".join(["1", *(clause for clause, _ in found)]), [value for _, values in found for value in values]
 
@@ -251,19 +217,6 @@ def jobs_due(connection: sqlite3.Connection, at: float) -> tuple[tuple[str, ...]
         (at,),
     ).fetchone()
     return jobs, following
-
-
-def count_groups(connection: sqlite3.Connection, groups: Collection[str]) -> dict[str, dict[JobState, int]]:
-    """How many jobs of each of ``groups`` are in each state; states without jobs are left out."""
-    rows = connection.execute(
-        "SELECT group_name, state, count(*) FROM jobs"  # noqa: S608 - no input
-        f" WHERE group_name IN ({', '.join('?' * len(groups))}) GROUP BY group_name, state",
-        tuple(groups),
-    )
-    found: dict[str, dict[JobState, int]] = {group: {} for group in groups}
-    for group, state, count in rows.fetchall():
-        found[group][JobState(state)] = count
-    return found
 
 
 def count_jobs(connection: sqlite3.Connection) -> dict[JobState, int]:
@@ -311,7 +264,7 @@ def number_and_state(connection: sqlite3.Connection, job: str) -> tuple[int, Job
 
 
 def _record(row: tuple[Any, ...]) -> JobRecord:
-    values = dict(zip([*_NAMES.split(", "), "awaits"], row, strict=True))
+    values = dict(zip(_NAMES.split(", "), row, strict=True))
     try:
         spec = JobSpec.from_json(values["spec"])
         now = PriorityClass(values.pop("priority_class")), values.pop("weight"), tuple(json.loads(values.pop("tags")))
@@ -320,7 +273,6 @@ def _record(row: tuple[Any, ...]) -> JobRecord:
             spec = replace(spec, priority_class=now[0], weight=now[1], tags=now[2], deadline=deadline)
         values["spec"] = spec
         values["state"] = JobState(values["state"])
-        values["awaits"] = tuple(json.loads(values["awaits"]))
         values["asked"] = None if values["asked"] is None else JobState(values["asked"])
         return JobRecord(**values)
     except ValueError as error:

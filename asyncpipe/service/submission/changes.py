@@ -14,7 +14,7 @@ from asyncpipe.service.submission.submission import SubmissionError, check_submi
 
 __all__ = ["changed_spec"]
 
-OF_THE_STORE = ("tags", "group", "after", "deadline")
+OF_THE_STORE = ("tags", "deadline")
 """What a specification has beside what is checked here."""
 
 

@@ -14,17 +14,17 @@ SET_BY_SERVICE = {"folder", "resume"}
 """Keys of ``[snapshots]`` that a service sets: it has a folder for each job, and always resumes."""
 
 
-FOR_SERVICE = ("tags", "group", "after", "deadline", "priority_class", "weight")
+FOR_SERVICE = ("tags", "deadline", "priority_class", "weight")
 """Keys of ``[service]``."""
 
 
-def read_submission(path: Path) -> tuple[dict[str, Any], Any, list[str]]:
-    """The submission for the job file at ``path``, as JSON, its sweep, and the keys of the file that a service ignores.
+def read_submission(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The submission for the job file at ``path``, as JSON, and the keys of the file that a service ignores.
 
-    The sweep is ``None`` for a single job. Keys that the file leaves out are left out, so that the service's defaults
+    Keys that the file leaves out are left out, so that the service's defaults
     apply. Raises ``JobFileError``.
     """
-    job, more = load_job_for_service(path)
+    job, service = load_job_for_service(path)
     tables = job.model_dump(mode="json", exclude_unset=True)
     ignored = [f"observe.{key}" for key in tables.pop("observe", {})]
     here = [key for key in ("workers", "transport") if tables["pipeline"].pop(key, None) is not None]
@@ -34,7 +34,7 @@ def read_submission(path: Path) -> tuple[dict[str, Any], Any, list[str]]:
     submission = {"name": tables.pop("name"), **tables.pop("job"), **tables}
     chosen = {key: value for key, value in snapshots.items() if key not in SET_BY_SERVICE}
     submission |= {"snapshots": chosen} if chosen else {}
-    return {**submission, **_for_service(path, more.get("service", {}))}, more.get("sweep"), ignored
+    return {**submission, **_for_service(path, service)}, ignored
 
 
 def _for_service(path: Path, table: Any) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from asyncpipe.core.schedules.validate import blaming
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import (
     LAST_DEADLINE,
-    MAX_AFTER,
     MAX_NAME,
     MAX_TAGS,
     MAX_WEIGHT,
@@ -116,8 +115,6 @@ _WEIGHT = f"must be a number above 0, up to {MAX_WEIGHT:g}"
 
 
 _TAGS = Field(max_length=MAX_TAGS, description=f"must be a list of up to {MAX_TAGS} tags, each {TAG}")
-_AFTER = "must be the id of a job, the beginning of one, or a name"
-_EACH_AFTER = Field(max_length=MAX_AFTER, description=f"must be a list of up to {MAX_AFTER} jobs")
 _DEADLINE = "must be a Unix time in seconds, before the year 10000"
 
 
@@ -165,14 +162,6 @@ class Submission(StrictModel):
         Field(default_factory=list)
     )
     """Words by which it is found."""
-    group: (
-        Annotated[str, AfterValidator(_printable), Field(min_length=1, max_length=MAX_NAME, description=_NAME)] | None
-    ) = None
-    """The name of a group of jobs that belong together."""
-    after: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_NAME, description=_AFTER)]], _EACH_AFTER
-    ] = Field(default_factory=list)
-    """The jobs that have to finish before it begins: their ids, unique beginnings of these, or names."""
     deadline: float | None = Field(default=None, gt=0, lt=LAST_DEADLINE, allow_inf_nan=False, description=_DEADLINE)
     """The Unix time at which the job fails unless it has ended."""
 
@@ -185,7 +174,7 @@ class Submission(StrictModel):
 # Checks
 
 
-_FIELDS = {"name", "entry", "priority_class", "weight", "tags", "group", "after", "deadline"}
+_FIELDS = {"name", "entry", "priority_class", "weight", "tags", "deadline"}
 """Of a specification itself; its document has the others."""
 
 
@@ -206,7 +195,7 @@ def check_submission(submission: SubmissionInput, settings: ServiceSettings, ent
     try:
         spec = JobSpec(
             read.name, read.entry, document, read.priority_class, read.weight,
-            tuple(dict.fromkeys(read.tags)), read.group, tuple(read.after), read.deadline,
+            tuple(dict.fromkeys(read.tags)), read.deadline,
         )  # fmt: skip
         spec.to_json()
     except JobSpecError as error:

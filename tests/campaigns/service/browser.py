@@ -80,8 +80,7 @@ async def _fill(folder: Path, count: int) -> None:
 
 
 async def _ended(store: JobStore, folder: Path, spec: JobSpec, number: int) -> None:
-    group = f"sweep {number // 16}" if number % 2 else None
-    named = replace(spec, name=f"number {number}", group=group, tags=("nightly",) if number % 3 == 0 else ())
+    named = replace(spec, name=f"number {number}", tags=("nightly",) if number % 3 == 0 else ())
     job = (await store.add(named))[0].id
     await store.transition(job, JobState.RUNNING, "it is its turn")
     steps = 60 + number % 40

@@ -41,7 +41,6 @@ def fill(path: Path, ended: int, queued: int) -> None:
             entry,
             {key: value for key, value in job(entry, 5).items() if key not in ("name", "entry")},
             tags=(f"week={number // 1000}", "night"),
-            group=f"sweep {number // 10}" if number % 20 < 10 else None,
         )
         record = queries.add_job(connection, make_id(at), spec, at, None)
         if number < ended:
@@ -91,7 +90,6 @@ def _measured(folder: Path) -> dict[str, float]:
             "100 of a state": lambda: list(client.list(["failed"], limit=100)),
             "100 of two states": lambda: list(client.list(["finished", "failed"], limit=100)),
             "100 of a tag": lambda: list(client.list(limit=100, tags=["night"])),
-            "100 by group": lambda: list(client.list(limit=100, grouped=True)),
             "by a text that nothing has": lambda: list(client.list(text="nowhere to be found")),
             "since a moment ago": lambda: list(client.list(limit=100, since=time.time() - 1)),
         }

@@ -74,55 +74,27 @@ async def test_a_wrong_query_is_a_422_that_names_the_key(tmp_path: Path, query: 
         assert headers["Content-Type"].startswith("application/problem+json")
 
 
-async def test_lists_are_filtered_and_a_group_is_one_row(tmp_path: Path) -> None:
+async def test_lists_are_filtered(tmp_path: Path) -> None:
     async with mounted(tmp_path) as api:
-        body = submission(name="base", tags=["night"])
-        status, sweep, _ = await api.ask("POST", "/v1/sweeps", {**body, "sweep": {"parameters": {"width": [4, 5, 6]}}})
-        assert (status, [each["name"] for each in sweep["jobs"]]) == (201, [f"base width={n}" for n in (4, 5, 6)])
-        assert sweep["jobs"][1]["tags"] == ["night", "width=5"]
-        ids = [each["id"] for each in sweep["jobs"]]
-        other = await api.submitted(name="other", after=["base width=4"], deadline=4e9)
-        await api.ask("POST", f"/v1/jobs/{ids[0]}/cancel", {})
+        first = await api.submitted(name="first", tags=["night"])
+        second = await api.submitted(name="second", tags=["night", "wide"])
+        other = await api.submitted(name="other", deadline=4e9)
+        await api.ask("POST", f"/v1/jobs/{first}/cancel", {})
 
         async def listed(query: str) -> list[str]:
             status, page, _ = await api.ask("GET", f"/v1/jobs?{query}")
             assert status == 200
             return [each["id"] for each in page["jobs"]]
 
-        assert await listed(f"group={sweep['group']}&state=queued") == [ids[2], ids[1]]
-        assert await listed("tag=night&tag=width%3D5") == [ids[1]]
+        assert await listed("tag=night&state=queued") == [second]
+        assert await listed("tag=night&tag=wide") == [second]
         assert await listed("text=OTHER") == [other]
         assert await listed("since=9e9") == await listed("entry=m:f") == []
-        _, page, _ = await api.ask("GET", "/v1/jobs?grouped=true")
-        assert [each["id"] for each in page["jobs"]] == [other, ids[2]]
-        assert [each["group_states"] for each in page["jobs"]] == [None, {"queued": 2, "cancelled": 1}]
-        found = page["jobs"][0]
-        wanted = ([ids[0]], [ids[0]], 4e9, "a place")
-        assert tuple(found[key] for key in ("after", "awaits", "deadline", "waits_for")) == wanted
-        for wrong in ("tag=a%20b", "text=", "since=x", "grouped=perhaps", "entry=" + "x" * 201):
+        for wrong in ("tag=a%20b", "text=", "since=x", "entry=" + "x" * 201):
             status, answer, _ = await api.ask("GET", f"/v1/jobs?{wrong}")
             assert (status, answer["problems"][0]["key"]) == (422, wrong.partition("=")[0])
-
-
-async def test_a_sweep_is_submitted_once_and_as_a_whole(tmp_path: Path) -> None:
-    async with mounted(tmp_path) as api:
-        body = {**submission(), "sweep": [{"training.steps": 1}, {"training.steps": 2}]}
-        first = await api.ask("POST", "/v1/sweeps", body, **{"Idempotency-Key": "key"})
-        again = await api.ask("POST", "/v1/sweeps", body, **{"Idempotency-Key": "key"})
-        assert (first[0], again[0], first[1]) == (201, 200, again[1])
-        for sweep, key in (
-            ([{"training.steps": 1}, {"training.steps": 0}], "training.steps"),
-            ({"training.steps": []}, "sweep"),
-            ({"name": ["a"]}, "sweep.name"),
-            ({"parameters.width.x.y": [1], "parameters.width": [1]}, "sweep.parameters.width.x.y"),
-            ({"training.steps": [1] * 40, "weight": [1.0] * 40}, "sweep"),
-            (3, "sweep"),
-        ):
-            status, answer, _ = await api.ask(
-                "POST", "/v1/sweeps", {**submission(parameters={"width": 4}), "sweep": sweep}
-            )
-            assert (status, answer["problems"][0]["key"]) == (422, key), sweep
-        assert len((await api.ask("GET", "/v1/jobs"))[1]["jobs"]) == 2
+        status, answer, _ = await api.ask("POST", "/v1/jobs", submission(deadline=1.0))
+        assert (status, answer["problems"][0]["key"]) == (422, "deadline")
 
 
 async def test_names_and_beginnings_of_ids_are_taken_for_ids(tmp_path: Path) -> None:

@@ -6,17 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from manager_helpers import ENTRY, Fakes, make_settings, mlp, opened, submission, until
+from manager_helpers import Fakes, make_settings, opened, until
 
 from asyncpipe import cli
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.keeping.disk_use import DiskUse
-from asyncpipe.service.keeping.retainer import QuotaError, Retainer
+from asyncpipe.service.keeping.retainer import Retainer
 from asyncpipe.service.keeping.retention import EndedJob, KeptBytes, Kind, removals
 from asyncpipe.service.settings.retention_settings import RetentionSettings
 from asyncpipe.service.store.keeping_queries import stored_jobs
-from asyncpipe.service.submission.entries import Entries
-from asyncpipe.service.training_service import TrainingService
 
 NOW = 1e9
 DAY = 86400.0
@@ -25,21 +23,21 @@ JOBS = [EndedJob(f"job-{age}", "job", NOW - age * DAY, KeptBytes(100, 10, 1)) fo
 
 def gone(**rules: object) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for each in removals(JOBS, RetentionSettings.model_validate(rules), NOW, awaited={"job-5"}):
+    for each in removals(JOBS, RetentionSettings.model_validate(rules), NOW):
         found.setdefault(str(each.kind), []).append(each.job[4:])
     return found
 
 
 def test_rules_keep_the_newest_by_age_count_and_bytes():
     assert gone() == {}
-    assert gone(jobs={"days": 3.5}) == {"jobs": ["4"]}  # Others wait for the fifth.
-    assert gone(jobs={"count": 1}) == {"jobs": ["2", "3", "4"]}
-    assert gone(jobs={"bytes": 250}) == {"jobs": ["3", "4"]}
+    assert gone(jobs={"days": 3.5}) == {"jobs": ["4", "5"]}
+    assert gone(jobs={"count": 1}) == {"jobs": ["2", "3", "4", "5"]}
+    assert gone(jobs={"bytes": 250}) == {"jobs": ["3", "4", "5"]}
     assert gone(snapshots={"count": 0}, losses={"bytes": 45}, logs={"days": 2.5}) == {
         "snapshots": ["1", "2", "3", "4", "5"], "losses": ["5"], "logs": ["3", "4", "5"],
     }  # fmt: skip
     # What goes as a whole does not count for its parts.
-    assert gone(jobs={"days": 2.5}, snapshots={"count": 2}) == {"jobs": ["3", "4"], "snapshots": ["5"]}
+    assert gone(jobs={"days": 2.5}, snapshots={"count": 1}) == {"jobs": ["3", "4", "5"], "snapshots": ["2"]}
     left = [EndedJob("job", "job", NOW, KeptBytes(leftovers=5))]
     (leftover,) = removals(left, RetentionSettings(), NOW)
     assert leftover.kind is Kind.LEFTOVERS
@@ -98,32 +96,3 @@ async def test_a_service_removes_what_its_rules_say_and_the_command_says_the_sam
         config.write_text("[retention.jobs]\ndays = -1\n")
         assert cli.main(["service", "retention", "--config", str(config), "--folder", str(tmp_path)]) == 2
         assert "retention.jobs.days: must be a number of days above 0" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("no_leaks")
-async def test_above_its_quota_a_service_takes_and_begins_nothing_until_something_is_deleted(tmp_path):
-    fakes = Fakes()
-    ballast = tmp_path / "ballast"
-    ballast.write_bytes(bytes(10_000_000))
-    settings = make_settings(tmp_path, loop="running", quota=5_000_000, max_running=1)
-    async with TrainingService(settings, entries=Entries({ENTRY: mlp}), make_trainer=fakes) as service:
-        retainer = Retainer(settings, service.manager)
-        await retainer.apply()
-        with pytest.raises(QuotaError, match=r"has 9\.\d+ MiB, and its quota is 4\.768 MiB; delete jobs"):
-            await service.submit(submission())
-        ballast.unlink()
-        await retainer.apply()
-        first, _ = await service.submit(submission())
-        await until(lambda: fakes.made["job"])
-        second, _ = await service.submit(submission())
-        ballast.write_bytes(bytes(10_000_000))
-        await retainer.apply()
-        assert (await service.get(first.id)).state is JobState.RUNNING
-        assert "its quota is 4.768 MiB" in (service.manager.waits_for(second.id) or "")
-        fakes["job"].go()
-        while (await service.get(first.id)).state is not JobState.FINISHED:
-            pass
-        assert (await service.get(second.id)).state is JobState.QUEUED
-        ballast.unlink()
-        await retainer.apply()
-        await until(lambda: len(fakes.made["job"]) == 2)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from store_helpers import submitted
 
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
+from asyncpipe.service.job_states import JobSpec, JobState
 from asyncpipe.service.store.database import explain, open_database
 from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
-from asyncpipe.service.store.schema import MIGRATIONS
+from asyncpipe.service.store.schema import VERSION
 
 SPEC = JobSpec("job", "package.module:factory")
 ROOT = Path(__file__).parents[3]
@@ -73,7 +73,7 @@ async def test_what_is_acknowledged_is_on_disk_and_rows_hang_together(path):
     async with JobStore(path) as store:
         settings = {name: await pragma(store, name) for name in ("journal_mode", "synchronous", "foreign_keys")}
         assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
-        assert await pragma(store, "user_version") == len(MIGRATIONS)
+        assert await pragma(store, "user_version") == VERSION
 
 
 SECOND = """
@@ -98,15 +98,15 @@ async def test_a_second_store_on_the_file_is_refused_and_the_first_goes_on(path)
     assert len(await filled(path)) == 1
 
 
-async def test_the_file_is_as_it_was_after_a_refusal_to_open_what_is_newer(path):
+async def test_the_file_is_as_it_was_after_a_refusal_to_open_another_version(path):
     await filled(path)
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
     before = path.read_bytes()
     error = await refused(path)
-    assert error.problem is StoreProblem.NEWER
-    assert "newer asyncpipe (schema 99; this one knows up to" in str(error)
+    assert error.problem is StoreProblem.OTHER_VERSION
+    assert "another version of asyncpipe (schema 99; this one has" in str(error)
     assert path.read_bytes() == before
 
 
@@ -156,70 +156,6 @@ async def test_a_place_where_no_file_can_be_is_refused(tmp_path, path):
     assert (await refused(path)).problem is StoreProblem.FORBIDDEN
 
 
-# Schemas
-
-
-def test_an_old_store_is_brought_to_the_newest_schema_step_by_step(path):
-    open_database(path, 0).close()
-    said = []
-
-    def second(connection: sqlite3.Connection) -> None:
-        connection.execute("ALTER TABLE jobs ADD COLUMN owner TEXT")
-
-    for _ in range(2):
-        newest = (*MIGRATIONS, second, lambda _: said.append("third"))
-        connection = open_database(path, 0, newest)
-        assert connection.execute("PRAGMA user_version").fetchone() == (len(newest),)
-        connection.execute("SELECT owner FROM jobs")
-        connection.close()
-    assert said == ["third"]
-
-
-async def test_a_store_of_the_first_schema_keeps_all_that_it_had(path):
-    connection = open_database(path, 0, MIGRATIONS[:1])
-    spec = JobSpec("ä", "m:f", {"x": [1]}, PriorityClass.BACKGROUND, 3.0)
-    rows = [(1, "a", "paused", "step-5", "key"), (7, "b", "failed", None, None)]
-    for number, job, state, snapshot, key in rows:
-        connection.execute(
-            "INSERT INTO jobs (number, id, spec, priority_class, state, cause, submitted, updated, attempts, step,"
-            " snapshot, schedule, idempotency_key) VALUES (?, ?, ?, 'background', ?, 'why', 1, 2, 3, 4, ?, 'gpipe', ?)",
-            (number, job, spec.to_json(), state, snapshot, key),
-        )
-        connection.execute(
-            "INSERT INTO transitions VALUES (?, ?, NULL, 'queued', 1, 'submitted')", (number * 2, number)
-        )
-    connection.close()
-    async with JobStore(path, make_id=lambda _: "c") as store:
-        first, second = await store.list()
-        assert first == JobRecord("a", spec, JobState.PAUSED, "why", 1, 2, 3, 4, "step-5", schedule="gpipe")
-        assert (second.id, second.state) == ("b", JobState.FAILED)
-        assert await store.add(spec, "key") == (first, False)
-        assert [each.sequence for each in await store.history("b")] == [14]
-        await store.transition("b", JobState.QUEUED, "retried")
-        await submitted(store, SPEC)
-        assert [job.id for job in await store.list(after="b")] == ["c"]
-        assert [each.sequence for each in await store.history("c")] == [16]
-    with closing(open_database(path, 0)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-
-
-def test_a_migration_that_fails_leaves_the_store_as_it_was(path):
-    open_database(path, 0).close()
-
-    def second(connection: sqlite3.Connection) -> None:
-        connection.execute("DROP TABLE transitions")
-
-    def third(connection: sqlite3.Connection) -> None:
-        connection.execute("no SQL")
-
-    with pytest.raises(StoreError, match="refused a request"):
-        open_database(path, 0, (*MIGRATIONS, second, third))
-    connection = open_database(path, 0)
-    assert connection.execute("SELECT count(*) FROM transitions").fetchone() == (0,)
-    connection.close()
-
-
 # A full disk
 
 
@@ -248,7 +184,6 @@ LIMITED = """
 import asyncio, resource, sys
 from asyncpipe.service.job_states import JobSpec
 from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
-from asyncpipe.service.store.schema import MIGRATIONS
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size or resource.RLIM_INFINITY, resource.RLIM_INFINITY))

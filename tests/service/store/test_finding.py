@@ -28,7 +28,6 @@ async def filled(store: JobStore, chance: random.Random) -> list[JobRecord]:
             name=chance.choice(["run 100%", "Run_1", "run\\1", "x"]),
             entry=chance.choice(["m:a", "m:b"]),
             tags=tuple(chance.sample(["a", "b", "lr=0.1"], chance.randrange(3))),
-            group=chance.choice([None, "g", "h"]),
         )
         ids.append((await submitted(store, spec, str(number))).id)
     for job in ids:
@@ -39,11 +38,10 @@ async def filled(store: JobStore, chance: random.Random) -> list[JobRecord]:
 
 
 def meets(job: JobRecord, wanted: JobFilter) -> bool:
-    texts = [job.spec.name, job.spec.entry, job.id, job.cause, job.spec.group or "", *job.spec.tags]
+    texts = [job.spec.name, job.spec.entry, job.id, job.cause, *job.spec.tags]
     return (
         (wanted.states is None or job.state in wanted.states)
         and wanted.entry in (None, job.spec.entry)
-        and wanted.group in (None, job.spec.group)
         and set(wanted.tags) <= set(job.spec.tags)
         and (wanted.since is None or job.updated >= wanted.since)
         and (wanted.text is None or any(wanted.text.lower() in text.lower() for text in texts))
@@ -57,7 +55,7 @@ def drawn(chance: random.Random, times: list[float]) -> JobFilter:
     states = maybe(frozenset({QUEUED}), frozenset({FAILED, RUNNING}), frozenset({FINISHED, CANCELLED, PAUSED}))
     tags = chance.choice([(), ("a",), ("a", "lr=0.1")])
     text = maybe("RUN", "%", "_", "\\", "0.1", "job-3", "cancel")
-    return JobFilter(states, maybe("m:a"), tags, maybe("g"), text, maybe(chance.choice(times)))
+    return JobFilter(states, maybe("m:a"), tags, text, maybe(chance.choice(times)))
 
 
 async def test_lists_have_what_meets_every_filter_page_by_page_in_both_directions(path):
@@ -67,35 +65,22 @@ async def test_lists_have_what_meets_every_filter_page_by_page_in_both_direction
         several = 0
         for _ in range(150):
             wanted = drawn(chance, [job.updated for job in jobs])
-            newest_first, once = chance.random() < 0.5, chance.random() < 0.5
+            newest_first = chance.random() < 0.5
             expected = [job for job in jobs if meets(job, wanted)]
-            if once:
-                last = {job.spec.group: job.id for job in expected}
-                expected = [job for job in expected if job.spec.group is None or last[job.spec.group] == job.id]
             if newest_first:
                 expected.reverse()
             limit, found = chance.randint(1, 9), list[JobRecord]()
-            while page := await store.list(
-                wanted,
-                limit,
-                found[-1].id if found else None,
-                newest_first=newest_first,
-                one_of_each_group=once,
-            ):
+            while page := await store.list(wanted, limit, found[-1].id if found else None, newest_first=newest_first):
                 found += page
                 assert len(page) <= limit
-            assert found == expected, (wanted, newest_first, once)
+            assert found == expected, (wanted, newest_first)
             several += len(found) > 3
         assert several > 20
-        counts = await store.count_groups(["g", "none"])
-        assert counts["none"] == {}
-        assert sum(counts["g"].values()) == sum(job.spec.group == "g" for job in jobs)
-        assert counts["g"][FAILED] == sum((job.spec.group, job.state) == ("g", FAILED) for job in jobs)
 
 
 @pytest.mark.parametrize(
     "given",
-    [{"text": ""}, {"text": "x" * 201}, {"entry": "\udcff"}, {"tags": ("a b",)}, {"since": float("nan")}, {"group": 3}],
+    [{"text": ""}, {"text": "x" * 201}, {"entry": "\udcff"}, {"tags": ("a b",)}, {"since": float("nan")}],
 )
 def test_a_filter_that_cannot_be_is_refused(given):
     with pytest.raises(OptionError, match="a list's"):

@@ -12,14 +12,14 @@ A new route is a function in one of these modules. A new module is listed here.
 
 from __future__ import annotations
 
-from asyncpipe.service.http.routes import artifacts, documents, ended, jobs, overview, probes, sweeps, workers
+from asyncpipe.service.http.routes import artifacts, documents, ended, jobs, overview, probes, workers
 from asyncpipe.service.http.routes.common import ApiRoute
 
 __all__ = ["PROBES", "ROUTES"]
 
 ROUTES = [
     route
-    for module in (jobs, sweeps, ended, overview, artifacts, workers, documents, probes)
+    for module in (jobs, ended, overview, artifacts, workers, documents, probes)
     for route in module.router.routes
     if isinstance(route, ApiRoute)
 ]

@@ -142,15 +142,11 @@ async def list_jobs(
         list[Annotated[str, Field(pattern=f"^{TAG_PATTERN}$")]] | None,
         Query(max_length=MAX_TAGS, description=f"must be {TAG}: only jobs with all of these tags"),
     ] = None,
-    group: _Word = None,
     text: _Word = None,
     since: Annotated[
         float | None,
         Query(ge=0, lt=1e15, allow_inf_nan=False, description="must be a Unix time: only jobs that changed since"),
     ] = None,
-    grouped: Annotated[
-        bool, Query(description="must be true or false: of each group only the newest of these jobs, with group_states")
-    ] = False,
     limit: Limit = 100,
     after: Annotated[
         str | None, Query(pattern=models.ID, description="must be the id of a job: only jobs that follow this one")
@@ -160,17 +156,13 @@ async def list_jobs(
     ] = "newest",
 ) -> models.JobsAnswer:
     """Jobs that meet all that is asked for, the newest first."""
-    wanted = JobFilter(frozenset(state) if state else None, entry, tuple(tag or ()), group, text, since)
+    wanted = JobFilter(frozenset(state) if state else None, entry, tuple(tag or ()), text, since)
     try:
-        records = await api.service.list(
-            wanted, limit, after, one_of_each_group=grouped, newest_first=order == "newest"
-        )
+        records = await api.service.list(wanted, limit, after, newest_first=order == "newest")
     except UnknownJobError:
         raise invalid(("after", "must be the id of a job, and no job has this one")) from None
     outlooks = await api.service.outlooks([record.id for record in records])
-    groups = {record.spec.group for record in records if record.spec.group is not None} if grouped else set()
-    counts = await api.service.count_groups(groups) if groups else {}
-    return models.JobsAnswer.of_records(records, outlooks, api.redact, limit, counts)
+    return models.JobsAnswer.of_records(records, outlooks, api.redact, limit)
 
 
 @router.get("/{id}", responses=wrong(404))

@@ -3,7 +3,7 @@
 import { keepFilters } from './api.js';
 import { $, whole, write } from './text.js';
 
-const FIELDS = ['text', 'entry', 'since', 'sort', 'by'], HIDDEN = ['state', 'tag', 'group'];
+const FIELDS = ['text', 'entry', 'since', 'sort', 'by'], HIDDEN = ['state', 'tag'];
 
 // The list by state: what needs somebody comes first.
 const BY_STATE = [
@@ -46,7 +46,7 @@ export function wanted() {
 export function query({ states }, limit, after) {
   const asked = new URLSearchParams({ limit });
   for (const state of states ?? []) asked.append('state', state);
-  for (const name of ['text', 'entry', 'tag', 'group']) if (filter(name)) asked.set(name, filter(name).trim());
+  for (const name of ['text', 'entry', 'tag']) if (filter(name)) asked.set(name, filter(name).trim());
   // To the minute, so that pages of one list belong together.
   if (filter('since')) asked.set('since', Math.floor(Date.now() / 60_000) * 60 - filter('since'));
   // Who waits longest is the next to begin.
@@ -95,7 +95,7 @@ export function show() {
     field.value = value;
   }
   for (const chip of $('states').children) chip.setAttribute('aria-pressed', chip.dataset.state === filter('state'));
-  const told = [filter('group') && `group “${filter('group')}”`, filter('tag') && `tag “${filter('tag')}”`].filter(Boolean);
+  const told = [filter('tag') && `tag “${filter('tag')}”`].filter(Boolean);
   $('narrowed').hidden = !isNarrowed();
   write($('narrowed-text'), told.length ? `Only jobs of ${told.join(' and ')}.` : 'Not all jobs are shown.');
 }

@@ -54,7 +54,6 @@ function showFacts() {
     ['Schedule', job.schedule ?? ''],
     ['Entry', job.entry],
     ['Class', job.priority_class + (job.weight === 1 ? '' : `, weight ${job.weight}`)],
-    ['Group', job.group ?? ''],
     ['Tags', (job.tags ?? []).join(', ')],
     ['Deadline', deadline ? time(deadline) : ''],
     ['Snapshot', job.snapshot ?? ''],

@@ -113,8 +113,7 @@ function move(wanted) {
 export function show(wanted, counts) {
   keepingFocus(() => {
     move(wanted);
-    const groups = filter('by') === 'group' ? byGroup(sections.get('all')?.ids ?? []) : null;
-    const shown = groups ?? wanted.map(section => sections.get(section.key)).filter(known => known && here(known).length);
+    const shown = wanted.map(section => sections.get(section.key)).filter(known => known && here(known).length);
     const box = $('sections');
     for (const [key, known] of sections) if (!shown.includes(known)) {
       known.element.remove();
@@ -122,29 +121,12 @@ export function show(wanted, counts) {
     }
     shown.forEach((known, index) => {
       if (box.children[index] !== known.element) box.insertBefore(known.element, box.children[index] ?? null);
-      showSection(known, counts, groups && index === groups.length - 1 ? sections.get('all') : known);
+      showSection(known, counts);
     });
     for (const id of [...rows.keys()]) if (!rows.get(id).isConnected) { watcher.unobserve(rows.get(id)); seen.delete(id); rows.delete(id); }
   });
   showCurves();
   return [...sections.values()].some(known => known.ids.length);
-}
-
-// A section for each group among `ids`, in the order of their newest jobs.
-function byGroup(ids) {
-  const found = new Map();
-  for (const id of ids) {
-    const group = jobs.get(id)?.group ?? '';
-    if (!found.has(group)) found.set(group, []);
-    found.get(group).push(id);
-  }
-  const keys = [...found].sort(([a], [b]) => !a - !b);
-  return keys.map(([group, ids]) => {
-    const key = `group ${group}`, title = group || 'Without a group';
-    const known = sections.get(key) ?? newSection({ key, title, states: null, first: 0, group });
-    known.ids = ids;
-    return known;
-  });
 }
 
 // The ids of a section's jobs that are in one of its states still.
@@ -160,21 +142,14 @@ const ORDERS = {
   loss: job => curves.get(job.id)?.points.at(-1)?.[1] ?? Infinity,
 };
 
-function showSection(known, counts, paged) {
+function showSection(known, counts) {
   const { section, element } = known, { states } = section, shown = here(known);
   place(element.querySelector('.jobs'), shown.map(id => jobs.get(id)));
   const more = element.querySelector('.more'), all = states && counts && !counts.narrowed ? states.reduce((sum, state) => sum + (counts[state] ?? 0), 0) : 0;
-  write(element.querySelector('.many'), section.group !== undefined ? told(shown) : all > shown.length ? `${whole(shown.length)} of ${whole(all)}` : whole(shown.length));
-  more.hidden = !paged.next || (paged !== known && section.group === undefined);
-  write(more, paged === known ? `Show more ${section.title.toLowerCase()} jobs` : 'Show older jobs');
-  element.querySelector('.all').hidden = (!section.group && !filter('group')) || shown.filter(id => jobs.get(id).step > 0).length < 2;
-}
-
-// "3 running, 9 finished".
-function told(ids) {
-  const states = new Map();
-  for (const id of ids) states.set(jobs.get(id).state, (states.get(jobs.get(id).state) ?? 0) + 1);
-  return [...states].map(([state, many]) => `${many} ${state}`).join(', ');
+  write(element.querySelector('.many'), all > shown.length ? `${whole(shown.length)} of ${whole(all)}` : whole(shown.length));
+  more.hidden = !known.next;
+  write(more, `Show more ${section.title.toLowerCase()} jobs`);
+  element.querySelector('.all').hidden = !filter('tag') || shown.filter(id => jobs.get(id).step > 0).length < 2;
 }
 
 function place(list, wanted) {
@@ -228,7 +203,7 @@ function facts(job) {
 }
 
 function fillTags(box, job) {
-  const wanted = [...(job.group ? [['group', job.group]] : []), ...(job.tags ?? []).map(tag => ['tag', tag])];
+  const wanted = (job.tags ?? []).map(tag => ['tag', tag]);
   const key = JSON.stringify(wanted);
   if (box.dataset.shown === key) return;
   box.dataset.shown = key;

@@ -1,4 +1,4 @@
-"""Jobs that come after others, jobs with deadlines, and jobs that get another share; trainings do as they are told."""
+"""Jobs with deadlines, and jobs that get another share; trainings do as they are told."""
 
 from __future__ import annotations
 
@@ -6,73 +6,14 @@ import asyncio
 from itertools import count
 
 import pytest
-from manager_helpers import Fakes, opened, until
+from manager_helpers import Fakes, opened
 
 from asyncpipe.service.job_states import JobSpecError, JobState, JobStateError, PriorityClass
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.deadlines import Deadlines
-from asyncpipe.service.store.job_store import AwaitedJobError, StoreError, StoreProblem, UnknownJobError
+from asyncpipe.service.store.job_store import StoreError, StoreProblem
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
-
-
-async def test_a_job_begins_when_those_that_it_comes_after_have_finished(tmp_path):
-    async with opened(tmp_path, max_running=4) as service:
-        first, second = await service.running("first"), await service.running("second")
-        last = await service.submit("last", after=[first.id, second.id])
-        assert last.awaits == (first.id, second.id)
-        other = await service.running("other")  # It holds nobody up.
-        reason = f"comes after job {first.id} (first), which is running and 1 other job"
-        await until(lambda: service.manager.waits_for(last.id) == reason)
-        service.fakes["first"].go()
-        await until(lambda: service.manager.waits_for(last.id) == reason.replace("first", "second").replace(
-            first.id, second.id).removesuffix(" and 1 other job"))  # fmt: skip
-        assert not service.fakes.made["last"]
-        service.fakes["second"].go()
-        await service.comes(last.id, RUNNING)
-        await until(lambda: service.fakes.made["last"])
-        assert (await service.submit("at once", after=[first.id])).awaits == ()
-        for name in ("last", "other"):
-            service.fakes[name].go()
-        for job in (last, other):
-            await service.comes(job.id, FINISHED)
-
-
-async def test_a_job_fails_with_what_it_comes_after_and_so_do_those_behind_it(tmp_path):
-    async with opened(tmp_path, max_running=1) as service:
-        first = await service.running("first")
-        second = await service.submit("second", after=[first.id])
-        third = await service.submit("third", after=[second.id])
-        kept = await service.submit("kept", after=[first.id])
-        await service.control.pause(kept.id, "later")
-        await service.control.cancel(first.id, "ann asked")
-        failed = await service.comes(second.id, FAILED)
-        assert failed.cause == f"it comes after job {first.id} (first), which was cancelled"
-        assert (
-            await service.comes(third.id, FAILED)
-        ).cause == f"it comes after job {second.id} (second), which has failed"
-        assert (await service.store.get(kept.id)).state is PAUSED
-        await service.control.resume(kept.id, "now")
-        assert "was cancelled" in (await service.comes(kept.id, FAILED)).cause
-        with pytest.raises(AwaitedJobError, match="is cancelled, so nothing can come after it; retry it first"):
-            await service.submit("late", after=[first.id])
-        with pytest.raises(UnknownJobError):
-            await service.submit("late", after=["nobody"])
-
-
-async def test_what_was_waited_for_is_known_after_a_restart(tmp_path):
-    async with opened(tmp_path) as service:
-        first, gone = await service.running("first"), await service.running("gone")
-        after = [await service.submit(name, after=[job.id]) for name, job in (("a", first), ("b", gone))]
-    async with opened(tmp_path) as service:
-        erase = "DELETE FROM jobs WHERE name = 'gone'"
-        assert [job.id for job in after if service.manager.waits_for(job.id)] == [job.id for job in after]
-        await until(lambda: service.fakes.made["gone"])
-        service.fakes["first"].go()
-        await service.comes(after[0].id, RUNNING)
-        await service.store.thread.run(lambda db: db.execute(erase).rowcount, writes=True)
-    async with opened(tmp_path) as service:
-        assert "is not there any more" in (await service.comes(after[1].id, FAILED)).cause
 
 
 async def test_jobs_that_have_not_ended_by_their_deadline_fail(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncpipe.service.job_states import JobRecord, JobSpec, JobState
-from asyncpipe.service.telling.job_lines import log_change, log_note, log_recovered
+from asyncpipe.service.jobs.job_lines import log_change, log_note, log_recovered
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 AT_FIRST = JobRecord("01j", JobSpec("charlm", "m:f"), QUEUED, "submitted", 0.0, 0.0)
