@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,12 +19,13 @@ def metrics_served(
     port: int | None,
     address: str,
     *,
-    may_read: Callable[[bytes], bool] | None = None,
-    most_connections: int | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    client_authority: Path | None = None,
 ) -> Iterator[None]:
     """Serve the metrics of ``collector`` during the block and print their address; without a port, do nothing.
 
-    ``may_read`` and ``most_connections`` are as for ``serve_metrics``.
+    ``certificate``, ``key`` and ``client_authority`` are as for ``serve_metrics``.
     """
     if port is None:
         yield
@@ -31,11 +33,11 @@ def metrics_served(
     from prometheus_client import CollectorRegistry
 
     from asyncpipe.observe.metrics import serve_metrics
-    from asyncpipe.observe.metrics.server import MOST_CONNECTIONS
 
     registry = CollectorRegistry()
     registry.register(collector)
-    most = MOST_CONNECTIONS if most_connections is None else most_connections
-    with serve_metrics(registry, port, address, may_read=may_read, most_connections=most) as server:
-        print(f"metrics: http://{address}:{server.port}/metrics", flush=True)
+    files = {"certificate": certificate, "key": key, "client_authority": client_authority}
+    with serve_metrics(registry, port, address, **files) as server:
+        scheme = "http" if certificate is None else "https"
+        print(f"metrics: {scheme}://{address}:{server.port}/metrics", flush=True)
         yield

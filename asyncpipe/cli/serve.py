@@ -112,14 +112,22 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
     add(
         "--metrics-address",
         metavar="IP",
-        help="serve metrics on this address (default: 127.0.0.1); others need a token",
+        help="serve metrics on this address (default: 127.0.0.1); others need --metrics-client-authority",
     )
     add(
         "--metrics-port",
         metavar="PORT",
         help='and on this port (default: 9400); 0 takes a free one, "none" disables metrics',
     )
-    add("--metrics-access", metavar="HOW", help="token (default), or open: for a network of scrapers alone")
+    add("--metrics-certificate", type=Path, metavar="FILE", help="serve metrics over TLS with this certificate (PEM)")
+    add("--metrics-key", type=Path, metavar="FILE", help="and this key, if the certificate's file has none")
+    add(
+        "--metrics-client-authority",
+        type=Path,
+        metavar="FILE",
+        help="answer only scrapers whose certificate this authority has signed (PEM)",
+    )
+    add("--metrics-access", metavar="HOW", help="certificate (default), or open: for a network of scrapers alone")
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +179,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--token-requests-per-second", metavar="N", help="requests with one token, on average (default: 100)")
     add("--token-burst", metavar="N", help="requests with one token, at once (default: 200)")
     add("--max-connections", metavar="N", help="connections of the API (default: 1000, or what the file limit allows)")
-    add("--metrics-connections", metavar="N", help="connections of the metrics' server (default: 16)")
     add("--header-seconds", metavar="SECONDS", help="time to send a request's head (default: 10)")
     add("--body-seconds", metavar="SECONDS", help="time to send a request's body (default: 10)")
     add("--max-body", metavar="BYTES", help="size of a request's body (default: 128KiB)")
@@ -251,8 +258,9 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
                 service.collector,
                 settings.metrics_port,
                 settings.metrics_address,
-                may_read=service.tokens.may_read if settings.metrics_need_token else None,
-                most_connections=settings.metrics_connections,
+                certificate=settings.metrics_certificate,
+                key=settings.metrics_key,
+                client_authority=settings.metrics_client_authority,
             )
             stack.enter_context(metrics)
             where = ", in worker processes" if settings.workers != "threads" else ""

@@ -32,6 +32,8 @@ CLOSING = 128
 """Connections that have been turned away, and are not closed yet."""
 CONNECTION = 2
 """Its socket, and the file that it reads from: a job's log, or a model that is downloaded."""
+METRICS = 16
+"""Of the metrics' server: a connection for each scrape that is under way."""
 FEWEST = 16
 """With fewer connections than this a service is of no use."""
 
@@ -68,7 +70,7 @@ def budget_descriptors(settings: ServiceSettings, limit: int | None) -> Descript
     """
     jobs = (JOB + (WORKER if settings.is_isolated else 0)) * settings.max_running
     workers = 0 if settings.workers == "threads" else WORKER * len(settings.devices)
-    metrics = 0 if settings.metrics_port is None else settings.metrics_connections
+    metrics = 0 if settings.metrics_port is None else METRICS
     probes = PROBES * (1 if settings.probe_port is None else 2) + CLOSING
     kept = SERVICE + jobs + workers + metrics + probes
     wanted = kept + CONNECTION * settings.max_connections

@@ -109,10 +109,6 @@ class KnownTokens:
             self._uses[holder.number] = self._clock()
         return holder
 
-    def may_read(self, token: bytes) -> bool:
-        """Whether the holder of ``token`` may read."""
-        return self.holder(token) is not None
-
     def refresh(self) -> None:
         """Read the tokens anew if they have been changed, which blocks for a millisecond; else costs microseconds.
 

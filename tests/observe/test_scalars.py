@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.observe import scalars
+from asyncpipe.observe import mlflow as mlflow_module
 from asyncpipe.observe.mlflow import MLflowObserver
-from asyncpipe.observe.scalars import RunEnd, ScalarObserver, ScalarRow
 from asyncpipe.observe.tensorboard import TensorBoardObserver
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.training_run import TrainingRun
@@ -121,103 +120,55 @@ async def test_a_run_that_fails_has_failed(tmp_path, mlflow):
     assert (killed.info.run_name, killed.info.status) == ("two", "KILLED")
 
 
-class Store(ScalarObserver):
-    """Fails as long as ``works`` is not set."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__("a store", **options)
-        self.works = threading.Event()
-        self.tried = threading.Event()
-        self.rows: list[ScalarRow] = []
-        self.ended: list[RunEnd] = []
-
-    def _write(self, rows: Sequence[ScalarRow]) -> None:
-        self.tried.set()
-        if not self.works.is_set():
-            raise OSError("nobody is there")
-        self.rows += rows
-
-    def _finish(self, end: RunEnd) -> None:
-        self.ended.append(end)
-
-
-def test_a_store_that_comes_back_gets_what_it_has_missed(monkeypatch, caplog):
-    monkeypatch.setattr(scalars, "FIRST_PAUSE", 0.001)
+def test_steps_that_a_server_never_got_are_counted(monkeypatch, caplog):
+    pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     told: list[str] = []
-    store = Store(failed=told.append)
-    for step in range(250):
-        store.add(step, {"x": 1.0})
-    assert store.tried.wait(30)
-    store.works.set()
-    store.close()
-    assert [row.step for row in store.rows] == list(range(250))
-    assert (store.ended, told) == (["finished"], ["raised"])
-    assert [line for line in caplog.messages if "nobody is there" in line] == [
-        "a store cannot be written, will try again: nobody is there"
-    ]
-    store.add(1, {"x": 1.0})
-    store.close()
-    assert len(store.rows) == 250
-
-
-def test_a_store_that_fails_while_the_end_comes_is_tried_again():
-    store, ending = Store(), threading.Event()
-    write = store._write
-
-    def late(rows: Sequence[ScalarRow]) -> None:
-        if not store.tried.is_set():
-            store.tried.set()
-            assert ending.wait(30)  # It fails when the end has come.
-        write(rows)
-
-    store._write = late
-    store.add(1, {"x": 1.0})
-    assert store.tried.wait(30)
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    with store._changed:
-        assert store._changed.wait_for(lambda: store._end is not None, 30)
-    failed = store._failed
-    store._failed = lambda reason: (store.works.set(), failed(reason))
-    ending.set()
-    closing.join(30)
-    assert [row.step for row in store.rows] == [1]
-
-
-def test_what_a_store_never_got_is_said(caplog):
-    store = Store()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # Nobody listens there once it is closed.
+    observer = MLflowObserver("x", uri=f"http://127.0.0.1:{port}", failed=told.append)
     for step in range(7):
-        store.add(step, {"x": 1.0})
-    assert store.tried.wait(30)
-    store.close("failed")
-    assert store.ended == ["failed"]
-    assert "a store lacks 7 steps" in caplog.messages
+        observer.add(step, {"x": 1.0})
+    observer.close()
+    assert told == ["raised"]
+    assert "MLflow lacks 7 steps" in caplog.messages
+    observer.add(8, {"x": 1.0})
+    observer.close()
 
 
-def test_rows_that_wait_are_bounded(monkeypatch):
-    monkeypatch.setattr(scalars, "MOST_ROWS", 20)
-    monkeypatch.setattr(scalars, "MOST_RECORDS", 3)
+def test_steps_that_wait_for_a_server_are_bounded(monkeypatch, caplog):
+    pytest.importorskip("mlflow.tracking")
+    monkeypatch.setattr(mlflow_module, "MOST_ROWS", 20)
+    monkeypatch.setattr(mlflow_module, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     told: list[str] = []
-    store = Store(failed=told.append)
-    store.add(0, {"x": 1.0})
-    assert store.tried.wait(30)
-    made = record()
-    for step in range(1, 11):
-        store.add(step, {"x": 1.0})
-        store.step_completed(made)
-    for step in range(11, 31):
-        store.add(step, {"x": 1.0})
-    store.works.set()
-    store.close()
-    steps = [row.step for row in store.rows if "x" in row.values]
-    assert steps[0] == 0, "it was being written"
-    assert steps[-20:] == list(range(11, 31))
-    assert len(store.rows) == 21
-    assert told.count("dropped") == 1
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # It accepts connections and answers none.
+        observer = MLflowObserver("x", uri=f"http://127.0.0.1:{silent.getsockname()[1]}", failed=told.append)
+        observer.add(0, {"x": 1.0})
+        connection, _ = silent.accept()
+        for step in range(1, 31):
+            observer.add(step, {"x": 1.0})
+        assert told == ["dropped"]
+        observer.close()
+        assert "MLflow does not answer; its thread is left behind" in caplog.messages
+        connection.close()
+    observer._thread.join(30)  # The test leaves no thread behind.
+    assert "MLflow lacks 31 steps" in caplog.messages
+
+
+def test_a_folder_that_cannot_be_written_ends_only_the_figures(tmp_path, caplog):
+    pytest.importorskip("tensorboard")
+    told: list[str] = []
+    (tmp_path / "file").touch()
+    observer = TensorBoardObserver(tmp_path / "file", failed=told.append)
+    observer.add(1, {"x": 1.0})
+    observer.close()
+    assert told == ["raised"]
+    assert sum("cannot be written, and gets no more steps" in line for line in caplog.messages) == 1
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
     with pytest.raises(OptionError, match=r"\.\[tensorboard\]"):
         TensorBoardObserver(tmp_path)

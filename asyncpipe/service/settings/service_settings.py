@@ -121,10 +121,17 @@ class ServiceSettings(BaseSettings):
     )
     """The header in which these proxies say it. It must be the one that they write: clients may send the other."""
     metrics_address: types.Address = "127.0.0.1"
-    metrics_access: Literal["token", "open"] = Field(default="token", description='must be "token" or "open"')
-    """Whether scrapers need a token, as clients do, where others can reach that address; on loopback they need none."""
+    metrics_access: Literal["certificate", "open"] = Field(
+        default="certificate", description='must be "certificate" or "open"'
+    )
+    """Whether scrapers need a certificate where others can reach that address; on loopback they need none."""
     metrics_port: types.OptionalPort = 9400
-    metrics_connections: types.PositiveInteger = 16
+    metrics_certificate: Path | None = Field(default=None, description="must be the path of a file")
+    """The certificate (PEM) with which metrics are served over TLS; plain HTTP without."""
+    metrics_key: Path | None = Field(default=None, description="must be the path of a file")
+    """Its key, unless the certificate's file has it."""
+    metrics_client_authority: Path | None = Field(default=None, description="must be the path of a file")
+    """Only scrapers whose certificate this authority (PEM) has signed are answered."""
     token: types.Token | None = Field(default=None, description="must be a text")
     """What clients must send; after construction also the content of ``token_file``."""
     token_file: Path | None = Field(default=None, description="must be the path of a file")
@@ -206,8 +213,12 @@ class ServiceSettings(BaseSettings):
         rule = "which others can reach, needs a token: give token_file or ASYNCPIPE_TOKEN, or listen on 127.0.0.1"
         if self.token is None and not is_loopback(self.address):
             raise ValueError(f"address: {self.address!r}, {rule}")
-        if self.token is None and self.metrics_need_token:
-            raise ValueError(f"metrics_address: {self.metrics_address!r}, {rule}")
+        is_reached = self.metrics_port is not None and not is_loopback(self.metrics_address)
+        if is_reached and self.metrics_access == "certificate" and self.metrics_client_authority is None:
+            raise ValueError(
+                f"metrics_address: {self.metrics_address!r}, which others can reach, needs metrics_client_authority "
+                'and metrics_certificate, or metrics_access = "open" in a network that only the scraper is in'
+            )
         if self.probe_port is not None and self.probe_port in (self.port, self.metrics_port):
             raise ValueError(f"probe_port: {self.probe_port} is taken by the service itself; probes need another one")
         if self.port and self.port == self.metrics_port and self.address == self.metrics_address:
@@ -228,12 +239,6 @@ class ServiceSettings(BaseSettings):
         if self.isolation is not None:
             return self.isolation == "process"
         return self.workers == "threads" and os.name == "posix" and (not self.share_devices or self.max_running == 1)
-
-    @property
-    def metrics_need_token(self) -> bool:
-        """Whether scrapers need a token."""
-        is_served = self.metrics_port is not None and not is_loopback(self.metrics_address)
-        return is_served and self.metrics_access == "token"
 
     def check_devices(self) -> None:
         """Raise ``SettingsError`` unless this machine has all ``devices``. Imports torch."""

@@ -1,4 +1,4 @@
-"""Connections without a token that take every place there is: probes, clients and scrapes are answered."""
+"""Connections without a token that take every place there is: probes, and clients are answered."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from time import monotonic
 
 from tests.campaigns.service import Row
-from tests.campaigns.service._flooded import TOKEN, answered, ask, held, serve, stormed
+from tests.campaigns.service._flooded import TOKEN, answered, held, serve, stormed
 
 SOCKETS = 1050
 ASKED = 40
 
 
 def run(folder: Path) -> list[Row]:
-    """A flood that stays, and one that comes again and again, on the API's port and on that of metrics."""
+    """A flood that stays, and one that comes again and again, on the API's port."""
     rows: list[Row] = []
 
     def asked(flood: str, place: tuple[str, int], path: str, token: str | None = None) -> None:
@@ -24,15 +24,10 @@ def run(folder: Path) -> list[Row]:
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         probes = free.getsockname()
-    with serve(folder, "--metrics-address", "0.0.0.0", "--probe-port", str(probes[1])) as service:
+    with serve(folder, "--probe-port", str(probes[1])) as service:
         with held(service.place, SOCKETS):
             for path, token in (("/livez", None), ("/readyz", None), ("/v1/jobs", TOKEN)):
                 asked(f"{SOCKETS:,} sockets without a token are held open", service.place, path, token)
-        with held(service.metrics, SOCKETS):
-            asked(f"{SOCKETS:,} sockets are held open at the metrics' port", service.metrics, "/metrics", TOKEN)
-        refused, _ = ask(service.metrics, "/metrics")
-        what = "metrics on an address that others can reach, asked without a token"
-        rows.append(Row(what, f"{refused}", refused == 401))
         for place, where in ((service.place, ""), (probes, " on --probe-port")):
             with stormed(service.place) as counts:
                 begun = monotonic()

@@ -243,15 +243,6 @@ def test_promtool_finds_nothing_to_say_about_the_exposition(
     assert told == {f.name for f in text_string_to_metric_families(text.decode())}, "a family that was not checked"
 
 
-def test_a_port_in_use_is_named(registry: CollectorRegistry) -> None:
-    server = serve_metrics(registry, 0)
-    with pytest.raises(OptionError, match=f"cannot serve metrics on 127.0.0.1:{server.port}: "):
-        serve_metrics(registry, server.port)
-    server.close()
-    server.close()
-    serve_metrics(registry, server.port).close()
-
-
 def test_observing_needs_no_torch() -> None:
     modules = [info.name for info in pkgutil.walk_packages(observe.__path__, "asyncpipe.observe.")]
     names = ", ".join(name for name in modules if ".metrics." in name or ".pictures." in name)

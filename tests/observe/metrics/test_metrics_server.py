@@ -1,170 +1,76 @@
-"""What the server of ``/metrics`` refuses, and that idle connections keep no scrape out."""
+"""The server of ``/metrics``: where it listens, over plain HTTP and over TLS with certificates of clients."""
 
 from __future__ import annotations
 
-import base64
-import errno
-import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
-from asyncpipe.observe.metrics import server as server_module
-from asyncpipe.observe.metrics.server import MetricsServer, serve_metrics
-
-TOKEN = b"quite-a-secret-token"
-BEARER = f"Authorization: Bearer {TOKEN.decode()}"
-HERE = "Host: 127.0.0.1"
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.metrics import MetricsServer, PipelineCollector, serve_metrics
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
-    registry = CollectorRegistry()
-    Gauge("answer", "Of everything", registry=registry).set(42)
+def registry(registry: CollectorRegistry, collector: PipelineCollector) -> CollectorRegistry:
     return registry
 
 
-@contextmanager
-def connection(server: MetricsServer) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        yield client
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate of *localhost* that signs itself, so that it is also an authority, and its key."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    named = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
+    subprocess.run([*made, *named, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
 
 
-def read_all(client: socket.socket) -> bytes:
-    """What comes until the server closes."""
-    told = b""
-    try:
-        while piece := client.recv(65536):
-            told += piece
-    except ConnectionError:  # It closed before it had read everything.
-        pass
-    return told
+def scrape(server: MetricsServer, context: ssl.SSLContext | None = None) -> str:
+    scheme = "http" if context is None else "https"
+    with urlopen(f"{scheme}://localhost:{server.port}/metrics", context=context, timeout=20) as answer:
+        return str(answer.read().decode())
 
 
-def ask(server: MetricsServer, *lines: str, request: str = "GET /metrics HTTP/1.1") -> bytes:
-    with connection(server) as client:
-        client.sendall("\r\n".join([request, *lines, "", ""]).encode())
-        return read_all(client)
+def test_a_port_in_use_is_named_and_a_closed_server_frees_it(registry: CollectorRegistry) -> None:
+    server = serve_metrics(registry, 0)
+    assert 'asyncpipe_build_info{job="demo"' in scrape(server)
+    with pytest.raises(OptionError, match=f"cannot serve metrics on 127.0.0.1:{server.port}: "):
+        serve_metrics(registry, server.port)
+    server.close()
+    server.close()
+    serve_metrics(registry, server.port).close()
 
 
-def status(answer: bytes) -> int:
-    return int(answer.split(b" ")[1])
-
-
-def test_what_is_refused(registry: CollectorRegistry) -> None:
-    with serve_metrics(registry, 0) as server:
-        assert b"\nanswer 42.0\n" in ask(server, HERE)
-        assert b"\nanswer 42.0\n" in ask(server, "Host: localhost:9400", request="GET /metrics?name[]=answer HTTP/1.0")
-        assert b"Content-Encoding: gzip" in ask(server, HERE, "Accept-Encoding: gzip")
-        assert status(ask(server, "Host: evil.example")) == 421
-        assert status(ask(server)) == 421
-        assert status(ask(server, HERE, request="POST /metrics HTTP/1.1")) == 405
-        assert status(ask(server, HERE, request="GET /etc/passwd HTTP/1.1")) == 404
-        assert status(ask(server, HERE, request="nonsense")) == 400
-        assert status(ask(server, HERE, request="GET /metrics HTTP/2")) == 400
-        assert ask(server, "X: " + "h" * 100_000) == b""
-
-
-def test_others_need_a_token(registry: CollectorRegistry) -> None:
-    with serve_metrics(registry, 0, "0.0.0.0", may_read=lambda token: token == TOKEN) as server:
-        assert status(ask(server, BEARER)) == 200, "a name of the host is not asked for: the token is what counts"
-        basic = base64.b64encode(b"any:" + TOKEN).decode()
-        assert status(ask(server, f"Authorization: Basic {basic}")) == 200
-        for wrong in ([], [f"{BEARER}x"], [BEARER, BEARER], ["Authorization: Basic ???"]):
-            answer = ask(server, *wrong)
-            assert status(answer) == 401
-            assert b"WWW-Authenticate: Bearer" in answer
-            assert b"answer" not in answer
-
-
-def test_connections_that_send_nothing_give_way(registry: CollectorRegistry) -> None:
-    with serve_metrics(registry, 0, most_connections=4) as server, ExitStack() as stack:
-        idle = [stack.enter_context(connection(server)) for _ in range(40)]
-        assert b"\nanswer 42.0\n" in ask(server, HERE)
-        assert idle[0].recv(1) == b"", "the first had to go"
-    assert not [thread for thread in threading.enumerate() if thread.name == "asyncpipe metrics"]
-
-
-def test_a_head_that_never_ends_is_cut_off(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.2)
-    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.05)
-    with serve_metrics(registry, 0) as server, connection(server) as client:
-        client.settimeout(0.02)
-        client.sendall(b"GET /metrics HTTP/1.1\r\nX-Drops: ")
-        while True:  # Drop by drop, so that no single wait is long.
-            try:
-                client.sendall(b"x")
-                if client.recv(1) == b"":
-                    break
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                break
-
-
-def test_a_scrape_under_way_does_not_give_way(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    begun = threading.Semaphore(0)
-
-    class Slow:
-        def describe(self) -> list[object]:
-            return []
-
-        def collect(self) -> Iterator[object]:
-            begun.release()
-            assert go_on.wait(20)
-            yield from ()
-
-    registry.register(Slow())  # type: ignore[arg-type]
-    answers: list[bytes] = []
-    with serve_metrics(registry, 0, most_connections=2) as server:
-        scrapes = [threading.Thread(target=lambda: answers.append(ask(server, HERE))) for _ in range(2)]
-        for each in scrapes:
-            each.start()
-        for _ in scrapes:
-            assert begun.acquire(timeout=20)
-        assert status(ask(server, HERE)) == 503
-        go_on.set()
-        for each in scrapes:
-            each.join()
-    assert [status(answer) for answer in answers] == [200, 200]
-
-
-def test_who_does_not_read_is_cut_off(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "READ_SECONDS", 0.2)
-    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.05)
-    gauge = Gauge("large", "Too much for a socket's buffer", ["label"], registry=registry)
-    for number in range(3000):
-        gauge.labels(f"{number:04}" + "x" * 2000).set(number)
-    ended = threading.Event()
-    end = server_module._ScrapeServer.shutdown_request
-
-    def told(server: object, request: object) -> None:
-        end(server, request)  # type: ignore[arg-type]
-        ended.set()
-
-    monkeypatch.setattr(server_module._ScrapeServer, "shutdown_request", told)
-    with serve_metrics(registry, 0) as server, connection(server) as client:
-        client.sendall(f"GET /metrics HTTP/1.1\r\n{HERE}\r\n\r\n".encode())
-        assert ended.wait(20)
-
-
-def test_a_process_without_descriptors_does_not_spin(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+def test_only_scrapers_with_a_certificate_of_the_authority_are_answered(
+    registry: CollectorRegistry, pair: tuple[Path, Path]
 ) -> None:
-    waits: list[float] = []
-    accept: Callable[[socket.socket], object] = socket.socket.accept
+    certificate, key = pair
+    stranger = ssl.create_default_context(cafile=certificate)
+    known = ssl.create_default_context(cafile=certificate)
+    known.load_cert_chain(certificate, key)
+    with serve_metrics(registry, 0, certificate=certificate, key=key) as server:
+        assert "asyncpipe_build_info" in scrape(server, stranger)
+    with serve_metrics(registry, 0, certificate=certificate, key=key, client_authority=certificate) as server:
+        assert "asyncpipe_build_info" in scrape(server, known)
+        with pytest.raises((URLError, ssl.SSLError, ConnectionError)):
+            scrape(server, stranger)
 
-    def full(listening: socket.socket) -> object:
-        if not waits:
-            raise OSError(errno.EMFILE, "too many open files")
-        return accept(listening)
 
-    monkeypatch.setattr(server_module, "sleep", waits.append)
-    monkeypatch.setattr(socket.socket, "accept", full)
-    with serve_metrics(registry, 0) as server:
-        assert status(ask(server, HERE)) == 200
-    assert waits == [server_module.POLL_SECONDS]
+@pytest.mark.parametrize("wrong", ["certificate", "key", "client_authority"])
+def test_files_that_cannot_be_used_are_refused(
+    registry: CollectorRegistry, pair: tuple[Path, Path], wrong: str
+) -> None:
+    files = {"certificate": pair[0], "key": pair[1], "client_authority": pair[0], wrong: pair[0].with_name("none.pem")}
+    with pytest.raises(OptionError, match="cannot serve metrics"):
+        serve_metrics(registry, 0, **files)
+    if wrong == "certificate":
+        with pytest.raises(OptionError, match="need certificate"):
+            serve_metrics(registry, 0, key=pair[1])

@@ -148,7 +148,11 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("trusted_proxies", ["10.0.0.5/8"], ["trusted_proxies: must be a list of addresses or networks", "host bits set"]),
     ("probe_port", 0, ['probe_port: must be a port from 1 to 65535, or "none"']),
     ("probe_port", 8080, ["probe_port: 8080 is taken by the service itself"]),
-    ("metrics_address", "0.0.0.0", ["metrics_address: '0.0.0.0', which others can reach, needs a token"]),
+    (
+        "metrics_address",
+        "0.0.0.0",
+        ["metrics_address: '0.0.0.0', which others can reach, needs metrics_client_authority"],
+    ),
     ("port", 65536, ["port: must be a port from 0 (any free one) to 65535, got 65536"]),
     ("port", True, ["port: must be a number, not true"]),
     ("port", "http", ["port: must be a port", '"http"']),
