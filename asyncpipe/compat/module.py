@@ -24,6 +24,7 @@ from asyncpipe.errors import ArgumentTypeError, MicrobatchError, MoveError, Task
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm
 from asyncpipe.ops.model.sequential import PipeSequential, check_plain, stage_parts
+from asyncpipe.ops.torch_internals import parse_to
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
 
@@ -184,7 +185,7 @@ class PipelinedModule(nn.Module):
         """Cast the module, as ``nn.Module.to(dtype)``. Raises ``MoveError`` for a device."""
         # Without an accelerator, torch cannot parse a device that is given as a number.
         number = isinstance(kwargs.get("device", args[0] if args else None), int)
-        if number or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+        if number or parse_to(*args, **kwargs)[0] is not None:
             raise self._denied()
         return super().to(*args, **kwargs)
 

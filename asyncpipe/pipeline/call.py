@@ -31,6 +31,7 @@ from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, Packet, cut, gather, has_loss, keywords
 from asyncpipe.ops.model.nested import tensors_of
+from asyncpipe.ops.torch_internals import version_of
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call_backward import CallBackward, RecordedCall
 from asyncpipe.pipeline.pool import Tenancy
@@ -70,10 +71,10 @@ def _call_inside_task(parts: PipelineParts, tenancy: Tenancy, arguments: Argumen
         )
     if not is_recomputing():
         return PreparedCall(parts, tenancy, arguments).run_inline()
-    before = [(buffer, buffer._version) for buffer in parts.module.buffers()]
+    before = [(buffer, version_of(buffer)) for buffer in parts.module.buffers()]
     output = PreparedCall(parts, tenancy, arguments).run_inline()
     now = list(parts.module.buffers())
-    if len(now) != len(before) or any(b is not n or b._version != v for (b, v), n in zip(before, now, strict=True)):
+    if len(now) != len(before) or any(b is not n or version_of(b) != v for (b, v), n in zip(before, now, strict=True)):
         raise RecomputeError(
             "a recomputation called a pipeline that changes its buffers (running statistics?), which the forward had "
             "changed already; call eval() on that pipeline, or use checkpoint='never' for the one that calls"

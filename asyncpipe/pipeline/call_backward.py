@@ -40,6 +40,7 @@ from asyncpipe.ops.execute.caller_gradients import CallerGradients
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.stage import CALLER
+from asyncpipe.ops.torch_internals import pass_number, queue_callback
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.runtime.execution import Execution, Gates
@@ -154,14 +155,14 @@ class CallBackward:
 
     def release(self, microbatch: int, gradients: Sequence[Tensor | None], *, retain: bool) -> None:
         """Take the caller's gradients of a micro-batch for the last stage, and open its gate."""
-        number = torch._C._current_graph_task_id()
+        number = pass_number()
         running = self._passes.get(number) or self._start(number, retain)
         with running.abandoned_on_error():
             running.give(microbatch, gradients)
 
     def finish(self) -> list[Tensor | None]:
         """Wait until the last backward is issued; the gradients of the inputs, then of the parameters."""
-        running = self._passes.pop(torch._C._current_graph_task_id(), None)
+        running = self._passes.pop(pass_number(), None)
         if running is None:
             raise BackwardError("the backward of a pipeline reached its inputs without passing its outputs")
         with running.abandoned_on_error(), turns_paused():
@@ -205,7 +206,7 @@ class _BackwardPass:
         self._leave = weakref.finalize(self, forward.guard.leave, self._member)
         self._leave.atexit = False
         self._abandon: weakref.finalize[..., _BackwardPass] | None = None
-        torch.autograd.Variable._execution_engine.queue_callback(self)
+        queue_callback(self)
 
     def __call__(self) -> None:
         """The engine's pass is over."""

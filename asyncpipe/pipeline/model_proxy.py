@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, NoReturn, Self
 
-import torch
 from torch import nn
 
 from asyncpipe.errors import MoveError, OptionError, PipelineClosedError
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.model.stage import Stage
+from asyncpipe.ops.torch_internals import parse_to
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.remote_model import RemoteModel
 
@@ -57,7 +57,7 @@ class ModelProxy:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Cast the model, as ``nn.Module.to(dtype)``; raises ``MoveError`` for a device: stages stay on theirs."""
         try:
-            device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+            device, dtype = parse_to(*args, **kwargs)
             stays = device is None and dtype is not None
         except RuntimeError:  # the device does not exist
             stays = False

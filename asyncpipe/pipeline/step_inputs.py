@@ -17,6 +17,7 @@ from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, cut, cut_alike, gather, keywords
+from asyncpipe.ops.torch_internals import device_of_scaler
 from asyncpipe.pipeline.build import PipelineParts
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def _scale(scaler: GradScaler | None, device: Device) -> Tensor | None:
     """The factor by which ``scaler`` multiplies a loss, on the device of the last stage."""
     if scaler is None:
         return None
-    scaled: Tensor = scaler.scale(torch.ones((), device=scaler._device))
+    scaled: Tensor = scaler.scale(torch.ones((), device=device_of_scaler(scaler)))
     # Its memory belongs to the caller's stream, which waits for the lanes before it can be used again.
     return to_device(scaled, device.physical)
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.ops.torch_internals import version_of
+
 __all__ = ["BufferRollback"]
 
 
@@ -84,4 +86,4 @@ def _restore(saved: _SavedBuffer) -> _SavedBuffer:
 
 
 def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
+    return 0 if buffer.is_inference() else version_of(buffer)

@@ -2,47 +2,142 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncpipe import ops
+import asyncpipe
+from asyncpipe.ops import torch_internals
 from asyncpipe.ops.autograd import own_draws
 from asyncpipe.ops.autograd.own_draws import OwnDraws
+from asyncpipe.ops.torch_internals import INTERNALS, check_torch, with_reference
+
+PACKAGE = Path(asyncpipe.__file__).parent
 
 
 @pytest.mark.parametrize("version", ["2.6.0+cu124", "1.13.1", "2.8.0"])
 def test_too_old(version: str) -> None:
     with pytest.raises(ImportError, match=r"works with torch 2\.9 and newer .*; torch .* is too old$"):
-        ops._check(SimpleNamespace(__version__=version))
+        check_torch(SimpleNamespace(__version__=version))
 
 
 def test_a_private_name_is_gone() -> None:
-    with pytest.raises(ImportError, match=r"torch 2\.99\.0 has no torch\._C\.DispatchKey\.Python"):
-        ops._check(SimpleNamespace(__version__="2.99.0", _C=SimpleNamespace(DispatchKey=SimpleNamespace())))
+    with pytest.raises(ImportError, match=r"torch 2\.99\.0 has no torch\.autograd\.\S+, install one"):
+        check_torch(SimpleNamespace(__version__="2.99.0", autograd=SimpleNamespace()))
 
 
-def test_the_dispatch_key_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "DRAWS_KEY", "Gone")
-    with pytest.raises(ImportError, match=r"works with torch .*; torch \S+ has no dispatch key Gone, install one"):
-        ops._check(torch)
+# Names
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """The private names of torch, and the private attributes of objects that only torch has, in a module."""
+    listed = {name.rpartition(".")[2] for each in INTERNALS for name in each.names.split()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in full if any(word.startswith("_") for word in name.split(".")))
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            name = ast.unparse(node)
+            if name.startswith(("torch.", "nn.")) or (node.attr in listed and not name.startswith("self._")):
+                yield name
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("torch._C.x()", ["torch._C"]),
+        ("from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
+        ("tensor.untyped_storage()._cdata", ["tensor.untyped_storage()._cdata"]),
+        ("self._version = torch.ones(1) * other._mine", []),
+    ],
+)
+def test_private_names_are_found(line: str, found: list[str]) -> None:
+    assert list(private_names(ast.parse(line))) == found
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        # Benchmarks may look at more than what runs in production.
+        if path != Path(torch_internals.__file__) and PACKAGE / "bench" not in path.parents
+        for name in private_names(ast.parse(path.read_text()))
+    }
+    assert not found
+
+
+def test_each_private_name_has_a_reason_and_a_test() -> None:
+    tests = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
+    for each in INTERNALS:
+        assert each.why, each.names
+        assert f"def {each.test}(" in tests, each.test
+
+
+# Where a name is missing
+
+DRAWS_ALONE = """
+import torch
+{}
+import asyncpipe
+from asyncpipe.ops import torch_internals
+assert torch_internals.DRAWS is {}
+def losses(checkpoint):
+    torch.manual_seed(1)
+    layers = [layer for _ in range(2) for layer in (torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))]
+    pipe = asyncpipe.Pipeline(torch.nn.Sequential(*layers), ["cpu:0", "cpu:1"], microbatches=4, balance=[2, 2],
+                              checkpoint=checkpoint, loss_fn=torch.nn.functional.mse_loss)
+    with pipe.sync() as pipe:
+        made = [pipe.step(torch.ones(8, 4), torch.zeros(8, 4)).loss.item() for _ in range(3)]
+        return made + [parameter.grad.sum().item() for parameter in pipe.parameters()]
+never = losses("never")
+assert losses("always") == never and len(set(never[:3])) == 3
+print(never)
+"""
+
+
+def test_without_a_dispatch_key_tasks_on_cpus_take_turns_and_draw_the_same() -> None:
+    gone = "del torch._C._dispatch_keyset_full_after"
+    made = [
+        subprocess.run([sys.executable, "-c", DRAWS_ALONE.format(*how)], capture_output=True, text=True, check=True)
+        for how in (("", "not None"), (gone, "None"))
+    ]
+    assert made[0].stdout == made[1].stdout
+
+
+def test_without_metadata_of_nodes_a_backward_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncpipe.ops.autograd import split_backward
+
+    monkeypatch.setattr(split_backward, "HAS_INPUT_METADATA", False)
+    x, layer = torch.randn(2, 3, requires_grad=True), torch.nn.Linear(3, 3)
+    output = layer(x)
+    split = split_backward.SplitBackward([output], [torch.ones(2, 3)], [x])
+    (gradient,) = split.input_gradients()
+    assert layer.weight.grad is not None
+    split.weight_gradients()
+    assert torch.equal(gradient, torch.ones(2, 3) @ layer.weight)
+
+
+# References in the slot of a thread
 
 
 def old_put(slot: str, value: object) -> None:
     """Takes no reference, but drops one when the slot changes, as torch itself does up to 2.11."""
-    own_draws._put(slot, value)
+    with_reference(torch._C._stash_obj_in_tls, slot)(slot, value)
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
 
 
 @pytest.mark.parametrize("torchs", [torch._C._stash_obj_in_tls, old_put], ids=["of this torch", "of an old one"])
 def test_a_slot_holds_one_reference(torchs: Callable[[str, object], None]) -> None:
-    put = own_draws._balanced(torchs)
+    put = with_reference(torchs, "asyncpipe: a test")
     value = object()
     alone = sys.getrefcount(value)
     kept = [value] * 20  # A missing reference fails the test instead of Python.

@@ -14,7 +14,7 @@ from asyncpipe import Pipeline
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
-from asyncpipe.ops.execute import instruments
+from asyncpipe.ops.torch_internals import record_function
 
 WIDTH, BATCH = 6, 8
 
@@ -144,10 +144,7 @@ async def test_a_task_that_fails_ends_its_range(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_names_cost_little_in_any_torch() -> None:
-    # Private: which function is used cannot be seen from outside.
-    assert instruments._record_function is getattr(
-        torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function
-    )
+    assert record_function is getattr(torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function)
 
 
 @pytest.mark.cuda

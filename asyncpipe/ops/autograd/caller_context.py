@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import forward_ad
 
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.device.devices import ACCELERATORS
+from asyncpipe.ops.torch_internals import inside_forward_derivatives, inside_transform
 
 __all__ = ["CallerContext"]
 
@@ -34,12 +34,12 @@ class CallerContext:
         Raises ``BackwardError`` where part of that state cannot be taken over: other threads know nothing of a
         transform of ``torch.func``, and tasks detach what they pass on, which drops forward-mode derivatives.
         """
-        if forward_ad._current_level >= 0:
+        if inside_forward_derivatives():
             raise BackwardError(
                 "a pipeline does not pass forward-mode derivatives on (torch.autograd.forward_ad, torch.func.jvp and "
                 "jacfwd), which would vanish; use the bare model, or backward derivatives"
             )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if inside_transform():
             raise BackwardError(
                 "a pipeline runs on threads that transforms of torch.func (grad, vjp, vmap, …) do not reach; transform "
                 "the bare model, or call backward"

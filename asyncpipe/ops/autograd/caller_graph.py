@@ -27,6 +27,7 @@ from torch import Tensor
 
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.autograd.fork_join import fork, phony
+from asyncpipe.ops.torch_internals import graph_is_kept, is_batch_of_gradients
 
 __all__ = ["Backward", "attach"]
 
@@ -92,17 +93,10 @@ class _PipelineExit(torch.autograd.Function):
                 "a pipeline cannot be differentiated twice (create_graph=True): its backward records no graph; use "
                 "the bare model for double backward"
             )
-        if any(gradient is not None and _is_batch(gradient) for gradient in gradients):
+        if any(gradient is not None and is_batch_of_gradients(gradient) for gradient in gradients):
             raise BackwardError(
                 "a pipeline's backward takes one gradient at a time, and not a batch of them (is_grads_batched=True, "
                 "vectorize=True); call it once for each, with retain_graph=True"
             )
-        retain: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-        ctx.pipeline_backward.release(ctx.microbatch, gradients, retain=retain)
+        ctx.pipeline_backward.release(ctx.microbatch, gradients, retain=graph_is_kept())
         return phony(ctx.device, requires_grad=False), None, None, *[None] * len(gradients)
-
-
-def _is_batch(gradient: Tensor) -> bool:
-    """Whether ``gradient`` is a batch of gradients that looks like one: of a vmap, or of ``is_grads_batched``."""
-    kinds = torch._C._functorch
-    return bool(kinds.is_batchedtensor(gradient) or kinds.is_legacy_batchedtensor(gradient))

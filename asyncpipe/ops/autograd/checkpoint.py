@@ -27,6 +27,7 @@ from torch import Tensor
 
 from asyncpipe.errors import RecomputeError
 from asyncpipe.ops.autograd.fork_join import fork, join, phony
+from asyncpipe.ops.torch_internals import version_of
 
 __all__ = ["Recomputation", "checkpoint", "in_no_run", "is_checkpointing", "is_recomputing", "may_recompute_again"]
 
@@ -72,7 +73,7 @@ class Recomputation:
     def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
         self._function: Function | None = function
         self._inputs = list(inputs)
-        self._versions = [tensor._version for tensor in inputs]
+        self._versions = list(map(version_of, inputs))
         self._graph: tuple[list[Tensor], list[Tensor]] | None = None
         self.retain = False
         """Whether another backward may follow, which will recompute again."""
@@ -99,7 +100,7 @@ class Recomputation:
             self._inputs.clear()
 
     def _check_inputs(self) -> None:
-        if [tensor._version for tensor in self._inputs] != self._versions:
+        if list(map(version_of, self._inputs)) != self._versions:
             raise RecomputeError(
                 "the input of a stage is overwritten in place, so the stage cannot be recomputed from it; use an "
                 "operation that is not in place, or clone the input first"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["run_backward"]
+from asyncpipe.ops.torch_internals import run_engine
 
-_engine = torch.autograd.Variable._execution_engine
+__all__ = ["run_backward"]
 
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, retain: bool) -> None:
@@ -18,11 +18,8 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, reta
     These have the shapes of the tensors, since the leaves of another graph got them or the engine has checked them
     (it also checks them again). ``retain``: whether the graph is kept.
     """
-    for tensor in tensors:
-        if type(tensor) is not Tensor:
-            # A class of its own may have its own backward.
-            torch.autograd.backward(tensors, gradients, retain_graph=retain)
-            return
-    _engine.run_backward(
-        tuple(tensors), tuple(gradients), retain, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    # A class of tensors may have its own backward.
+    if run_engine is None or any(type(tensor) is not Tensor for tensor in tensors):
+        torch.autograd.backward(tensors, gradients, retain_graph=retain)
+    else:
+        run_engine(tuple(tensors), tuple(gradients), retain, False, (), allow_unreachable=True, accumulate_grad=True)

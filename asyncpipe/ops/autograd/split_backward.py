@@ -48,6 +48,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from asyncpipe.ops.autograd.fork_join import phony
+from asyncpipe.ops.torch_internals import HAS_INPUT_METADATA, input_metadata, storage_id
 
 __all__ = ["SplitBackward"]
 
@@ -192,10 +193,10 @@ class _BackwardGraph:
         """A node that cannot be part of a split, if there is one.
 
         A reentrant checkpoint computes all its gradients, and only in a backward without chosen inputs. Other nodes
-        cannot compute the gradients of their inside edges alone.
+        cannot compute the gradients of their inside edges alone. None can where torch does not tell what a node takes.
         """
         for node in self._edges:
-            if "CheckpointFunction" in node.name():
+            if not HAS_INPUT_METADATA or "CheckpointFunction" in node.name():
                 return node
             if node in self.inside and _writes_input_gradient(node) and self._edges[node][0][0] not in self.inside:
                 return node
@@ -245,7 +246,7 @@ def _writes_input_gradient(node: Node) -> bool:
 
     That depends on the memory format of the input, which is not looked at: a checkpoint would recompute it.
     """
-    return node.name() == "NativeGroupNormBackward0" and node._input_metadata[0].device.type == "cpu"
+    return node.name() == "NativeGroupNormBackward0" and input_metadata(node, 0).device.type == "cpu"
 
 
 # I
@@ -312,7 +313,7 @@ def _apart(gradients: Gradients, kept: Iterable[Gradients]) -> list[Tensor | Non
 
 def _memory(tensor: Tensor) -> int | None:
     """The identity of a tensor's storage; ``None`` for a layout with more than one storage."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    return storage_id(tensor) if tensor.layout is torch.strided else None
 
 
 # Between I and W
@@ -388,7 +389,7 @@ def _run_again(crossing: _Crossing, gradients: Gradients) -> list[Start]:
 
 def _fitted(gradient: Tensor, edge: GradientEdge) -> Tensor:
     """``gradient`` in the shape and type that ``edge`` takes, as the engine converts it between two nodes."""
-    wanted = edge.node._input_metadata[edge.output_nr]
+    wanted = input_metadata(edge.node, edge.output_nr)
     if gradient.is_nested or wanted.is_nested_tensor:
         return gradient
     if gradient.shape != (shape := torch.Size(wanted.shape)):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.ops.device.devices import ACCELERATORS
+from asyncpipe.ops.torch_internals import DRAWS
 
 __all__ = ["GeneratorTurn", "turn_of"]
 
@@ -54,9 +55,15 @@ _turns: dict[torch.device, GeneratorTurn] = {}
 
 @cache
 def turn_of(device: torch.device) -> GeneratorTurn | None:
-    """The turns at the default generator of an accelerator that has been used before; ``None`` for a CPU."""
-    if device.type not in ACCELERATORS:
+    """The turns at the default generator of an accelerator that has been used before.
+
+    ``None`` for a CPU, unless this torch cannot draw from generators of a thread's own (``torch_internals.DRAWS``).
+    """
+    if device.type in ACCELERATORS:
+        generator = torch.get_device_module(device).default_generators[device.index]
+    elif device.type == "cpu" and DRAWS is None:
+        generator = torch.default_generator
+    else:
         return None
-    generator = torch.get_device_module(device).default_generators[device.index]
     # Threads that ask at the same time get the same one.
     return _turns.setdefault(device, GeneratorTurn(device, generator))

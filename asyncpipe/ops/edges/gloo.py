@@ -24,6 +24,7 @@ from asyncpipe.ops.edges.channel import EdgeChannel
 from asyncpipe.ops.edges.message import MessageLayout
 from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, empty, flat, host_tensor
+from asyncpipe.ops.torch_internals import gloo_options
 
 __all__ = ["Gloo", "GlooIn", "GlooOut"]
 
@@ -60,10 +61,7 @@ class Gloo:
         self._device = None
 
     def _group(self, store: PairStore, rank: int) -> Any:
-        options = self._gloo._Options()
-        options._devices = [self._device]
-        options._threads = 1
-        options._timeout = timedelta(seconds=store.seconds)
+        options = gloo_options(self._device, store.seconds)
         try:
             return self._gloo(store, rank, 2, options)
         finally:

@@ -41,6 +41,7 @@ from asyncpipe.ops.edges.channel import EdgeChannel
 from asyncpipe.ops.edges.message import MessageLayout
 from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, empty, flat, is_laid_out
+from asyncpipe.ops.torch_internals import nccl_options
 
 __all__ = ["Nccl", "NcclIn", "NcclOut"]
 
@@ -220,8 +221,7 @@ class NcclIn(StreamedPayload):
 def _group(store: PairStore, rank: int) -> Any:
     """A process group of two. Its watchdog must not end this process when the peer's has ended."""
     nccl: Any = distributed.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = FOREVER
+    options = nccl_options(FOREVER)
     options.config.max_ctas = MOST_BLOCKS
     before = os.environ.get(ERRORS)
     os.environ[ERRORS] = "0"  # Read when a group is made; groups of the stages' own keep theirs.

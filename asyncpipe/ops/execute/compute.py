@@ -12,7 +12,6 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -32,6 +31,7 @@ from asyncpipe.ops.execute.stage_run import LossResult, StageRun, StageSetup
 from asyncpipe.ops.execute.step_tensors import LocalGraph, StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Packet
 from asyncpipe.ops.model.stage import CALLER, Stage
+from asyncpipe.ops.torch_internals import tree_leaves, version_of
 
 __all__ = ["StageCompute"]
 
@@ -334,7 +334,7 @@ def _run_once(run: StageRun, inputs: Sequence[Tensor], stage: int) -> list[Tenso
 def _tell_of_overwriting(given: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     """Count a write into ``leaves`` as one into what the caller has ``given``, of which a graph may have saved it."""
     for tensor, leaf in zip(given, leaves, strict=True):
-        if leaf._version:
+        if version_of(leaf):
             torch.autograd.graph.increment_version(tensor)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.execute.gradient_turn import GradientTurn, refuse_inside_task
 from asyncpipe.ops.execute.parameter_hooks import call_accumulated_hooks, call_gradient_hooks, hooked
+from asyncpipe.ops.torch_internals import accumulated_hooks
 
 __all__ = ["GradientGuard"]
 
@@ -89,7 +90,7 @@ class GradientGuard:
         for parameter in with_hooks:
             call_gradient_hooks(parameter)
         # The others follow when no hook can raise any more: a sum in the earlier tensor cannot be undone.
-        first = dict.fromkeys(parameter for parameter in with_hooks if parameter._post_accumulate_grad_hooks)
+        first = dict.fromkeys(parameter for parameter in with_hooks if accumulated_hooks(parameter))
         self._add_up_with_hooks(first)
         for parameter in mine:
             if parameter not in first:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -18,13 +18,9 @@ import torch
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.memory import allocated_bytes
+from asyncpipe.ops.torch_internals import record_function
 
 __all__ = ["Instruments"]
-
-# While no profiler runs, the fast one costs 0.3 µs and the public one 6 µs.
-_record_function: Callable[[str], AbstractContextManager[object]] = getattr(
-    torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class Instruments:
 
     def named(self, name: str) -> AbstractContextManager[object]:
         """A context that ``torch.profiler`` and, with ``nvtx``, Nsight Systems show as ``name``."""
-        return _nvtx_range(name) if self.nvtx else _record_function(name)
+        return _nvtx_range(name) if self.nvtx else record_function(name)
 
     def sample(self, device: torch.device, notes: StepNotes) -> None:
         """With ``sample_memory``: note the bytes allocated on ``device`` now.
@@ -64,5 +60,5 @@ class Instruments:
 
 @contextmanager
 def _nvtx_range(name: str) -> Iterator[None]:
-    with _record_function(name), torch.cuda.nvtx.range(name):
+    with record_function(name), torch.cuda.nvtx.range(name):
         yield

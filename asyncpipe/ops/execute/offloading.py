@@ -34,6 +34,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.ops.device.copies import queue_host_copy
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.streams import AcceleratorStream, LaneStream, record
+from asyncpipe.ops.torch_internals import storage_id, version_of
 
 __all__ = ["KeptActivations", "OffloadedGraph", "ghost", "has_own_memory", "storages_of"]
 
@@ -50,12 +51,7 @@ def has_own_memory(device: Device) -> bool:
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
     """The identities of the memory of ``tensors``, as long as it is there."""
-    return {_storage_of(tensor) for tensor in tensors if tensor.layout is torch.strided}
-
-
-def _storage_of(tensor: Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return {storage_id(tensor) for tensor in tensors if tensor.layout is torch.strided}
 
 
 class OffloadedGraph:
@@ -114,11 +110,11 @@ class _SavedTensor:
         self._dtype, self._size = tensor.dtype, tensor.size()
         self._stride, self._offset = tensor.stride(), tensor.storage_offset()
         self._source: Tensor | None = tensor
-        self._version = tensor._version
+        self._version = version_of(tensor)
 
     def leave(self) -> None:
         """The values are read by the offload. Remembers whether they are still what was saved."""
-        if self._source is not None and self._source._version != self._version:
+        if self._source is not None and version_of(self._source) != self._version:
             self._version = -1
         self._source = None
 
@@ -140,10 +136,10 @@ class _StayingTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._version = tensor._version
+        self._version = version_of(tensor)
 
     def tensor(self) -> Tensor:
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             _raise_overwritten(self._tensor.size())
         return self._tensor
 
@@ -185,13 +181,13 @@ class KeptActivations:
                 self._inputs.append((tensor, place))
 
     def _place(self, tensor: Tensor) -> _SavedTensor | None:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or _storage_of(tensor) in self._stay:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or storage_id(tensor) in self._stay:
             return None
         if max(tensor.nbytes, tensor.untyped_storage().nbytes()) < SMALLEST:
             return None
         self._device = tensor.device
-        if (block := self._blocks.get(_storage_of(tensor))) is None:
-            block = self._blocks[_storage_of(tensor)] = _OffloadedStorage(tensor)
+        if (block := self._blocks.get(storage_id(tensor))) is None:
+            block = self._blocks[storage_id(tensor)] = _OffloadedStorage(tensor)
         place = _SavedTensor(block, tensor)
         self._places.append(place)
         return place

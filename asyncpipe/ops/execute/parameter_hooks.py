@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
+from asyncpipe.ops.torch_internals import accumulated_hooks, gradient_hooks
+
 __all__ = ["call_accumulated_hooks", "call_gradient_hooks", "hooked", "without_hooks"]
 
 
 def hooked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those of ``parameters`` that have hooks. Costs 0.1 µs each."""
-    return [each for each in parameters if each._backward_hooks or each._post_accumulate_grad_hooks]
+    return [each for each in parameters if gradient_hooks(each) or accumulated_hooks(each)]
 
 
 def without_hooks(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
@@ -31,7 +33,7 @@ def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     aside = [
         (hooks, dict(hooks))
         for parameter in parameters
-        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        for hooks in (gradient_hooks(parameter), accumulated_hooks(parameter))
         if hooks
     ]
     try:
@@ -45,12 +47,12 @@ def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def call_gradient_hooks(parameter: nn.Parameter) -> None:
     """Replace the new gradient of ``parameter`` by what its ``register_hook`` hooks return."""
-    if parameter._backward_hooks:
+    if gradient_hooks(parameter):
         # By the engine, which checks what they return.
         (parameter.grad,) = torch.autograd.grad(parameter, parameter, parameter.grad)
 
 
 def call_accumulated_hooks(parameter: nn.Parameter) -> None:
     """Call the ``register_post_accumulate_grad_hook`` hooks of ``parameter``, whose ``grad`` is complete."""
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+    for hook in list((accumulated_hooks(parameter) or {}).values()):
         hook(parameter)

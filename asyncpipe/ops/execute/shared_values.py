@@ -20,6 +20,7 @@ from torch import Tensor
 
 from asyncpipe.errors import StageError
 from asyncpipe.ops.model.stage import CALLER
+from asyncpipe.ops.torch_internals import storage_id, version_of
 
 __all__ = ["NOBODY", "Readers", "as_they_are", "refuse_overwriting", "shared_readers"]
 
@@ -60,7 +61,7 @@ def shared_readers(
 
 def as_they_are(given: Sequence[Tensor]) -> list[int | Tensor]:
     """How often each tensor has been changed in place; in inference mode, where torch does not count, a copy."""
-    return [tensor.clone() if tensor.is_inference() else tensor._version for tensor in given]
+    return [tensor.clone() if tensor.is_inference() else version_of(tensor) for tensor in given]
 
 
 def refuse_overwriting(stage: int, readers: Readers, given: Sequence[Tensor], before: Sequence[int | Tensor]) -> None:
@@ -68,7 +69,7 @@ def refuse_overwriting(stage: int, readers: Readers, given: Sequence[Tensor], be
     for reader, tensor, old in zip(readers, given, before, strict=True):
         if reader < stage:
             continue
-        if torch.equal(tensor, old) if isinstance(old, Tensor) else tensor._version == old:
+        if torch.equal(tensor, old) if isinstance(old, Tensor) else version_of(tensor) == old:
             continue
         where = "by another way" if reader == stage else f"by stage {reader}"
         raise StageError(
@@ -79,7 +80,7 @@ def refuse_overwriting(stage: int, readers: Readers, given: Sequence[Tensor], be
 
 def _memory(tensor: Tensor) -> int:
     """What identifies the memory of ``tensor``; the tensor itself where it has more than one storage."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    return storage_id(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

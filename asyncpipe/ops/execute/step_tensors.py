@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.ops.autograd.checkpoint import Recomputation
@@ -31,6 +30,7 @@ from asyncpipe.ops.execute.offloading import KeptActivations
 from asyncpipe.ops.execute.shared_values import Readers, shared_readers
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.stage import CALLER
+from asyncpipe.ops.torch_internals import tree_leaves
 
 __all__ = ["LocalGraph", "StepPlan", "StepTensors"]
 

@@ -19,7 +19,7 @@ class Surroundings:
     __slots__ = ("_draws", "_grad", "_outer_grad", "_stream", "_use")
 
     def __init__(self, stream: LaneStream, grad: bool, draws: DeviceDraws | None) -> None:
-        """``stream`` is the device's compute stream. (``torch.set_grad_enabled`` would act where it is made.)"""
+        """``stream`` is the device's compute stream."""
         self._stream = stream
         self._grad = grad
         self._draws = draws
@@ -28,12 +28,12 @@ class Surroundings:
         self._use = self._stream.use()
         self._use.__enter__()
         self._outer_grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._grad)
+        torch.set_grad_enabled(self._grad)
         if self._draws is not None:
             self._draws.__enter__()
 
     def __exit__(self, *_: object) -> None:
         if self._draws is not None:
             self._draws.__exit__()
-        torch._C._set_grad_enabled(self._outer_grad)
+        torch.set_grad_enabled(self._outer_grad)
         self._use.__exit__(None, None, None)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.autograd.checkpoint import is_recomputing
+from asyncpipe.ops.torch_internals import BatchNorm
 
 __all__ = [
     "DeferredBatchNorm",
@@ -63,7 +63,7 @@ class _Moments:
         )
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """A batch norm that gathers the moments of micro-batches, and updates its running statistics on ``commit``.
 
     Base of ``DeferredBatchNorm1d``, ``2d`` and ``3d``. Each is also a ``BatchNorm1d``, ``2d`` or ``3d``, with the same
@@ -193,7 +193,7 @@ def _check_layer(path: str, layer: nn.Module) -> None:
             f"layer {path!r} is a {layer.original_name} in TorchScript, which cannot be deferred; leave it out of what "
             "is scripted"
         )
-    if not isinstance(layer, _BatchNorm) or not layer.track_running_stats:
+    if not isinstance(layer, BatchNorm) or not layer.track_running_stats:
         return
     if isinstance(layer, DeferredBatchNorm) or type(layer) in _DEFERRED:
         return

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from asyncpipe.errors import RecomputeError, SharedParameterError, StageError
 from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing, may_recompute_again
 from asyncpipe.ops.device.thread_waits import NestingLock
+from asyncpipe.ops.torch_internals import version_of
 
 __all__ = ["BufferValues", "StageBuffers", "shared_buffers"]
 
@@ -340,6 +341,6 @@ def _equal(one: Tensor, other: Tensor | None) -> bool:
 def _version(tensor: Tensor) -> int:
     """How often ``tensor`` has been changed in place; 0 where torch does not count."""
     try:
-        return tensor._version
+        return version_of(tensor)
     except (RuntimeError, ValueError):  # It belongs to inference mode, or to a lazy module that has not run yet.
         return 0

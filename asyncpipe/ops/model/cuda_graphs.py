@@ -40,7 +40,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from asyncpipe.core.compile_option import CUDA_GRAPHS
 from asyncpipe.core.records.compilations import Compilation
@@ -48,12 +47,19 @@ from asyncpipe.errors import BackwardError, CompileError
 from asyncpipe.ops.device.compile_gate import compile_gate, hold_up
 from asyncpipe.ops.device.streams import AcceleratorStream
 from asyncpipe.ops.model.stage_compiler import CallKind, Received
+from asyncpipe.ops.torch_internals import (
+    BatchNorm,
+    TreeSpec,
+    hooks_of,
+    hooks_of_all_modules,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
 
 __all__ = ["StageCapturer"]
 
 _logger = logging.getLogger(__name__)
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Sizes:
@@ -126,21 +132,20 @@ class StageCapturer:
         )
 
     def _check_unhooked(self) -> None:
-        of_all = nn.modules.module
         for name, module in self._module.named_modules():
-            if any(getattr(module, hooks) or getattr(of_all, f"_global{hooks}") for hooks in _HOOKS):
+            if hooks_of(module) or hooks_of_all_modules():
                 raise CompileError(
                     self._stage, f"a replay would not call the hooks of its module {name!r}; remove them"
                 )
 
     def _buffers(self) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for buffer in self._module.buffers()]
+        return [(id(buffer), version_of(buffer)) for buffer in self._module.buffers()]
 
     def _check_buffers(self, before: Sequence[tuple[int, int]]) -> None:
         """Raise ``CompileError`` if the forward has changed a buffer. Norms do not count their changes."""
         changed = self._buffers() != list(before)
         for module in self._submodules:
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats:
+            if isinstance(module, BatchNorm) and module.training and module.track_running_stats:
                 changed = True
         if changed:
             raise CompileError(

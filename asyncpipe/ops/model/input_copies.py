@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from asyncpipe.ops.torch_internals import version_of
+
 __all__ = ["InputCopies"]
 
 
@@ -41,4 +43,4 @@ class InputCopies:
         if self._overwrites is None and not self._always:
             copies = [copy for copy, tensor in zip(given, received, strict=True) if copy is not tensor]
             if copies:
-                self._overwrites = any(copy._version for copy in copies)
+                self._overwrites = any(map(version_of, copies))

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES
 
 from asyncpipe.errors import AsyncpipeError, StageError
+from asyncpipe.ops.torch_internals import SUPPORTED_NODES
 
 __all__ = ["Structure", "flatten", "leaves_of", "places", "rebuild", "tensors_of"]
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from asyncpipe.errors import RecomputeError
+from asyncpipe.ops.torch_internals import version_of
 
 __all__ = ["ParameterWatch"]
 
@@ -32,13 +33,13 @@ class ParameterWatch:
     def _first(self) -> Iterator[None]:
         renormed = {id(part.weight) for part in self._module.modules() if getattr(part, "max_norm", None) is not None}
         before = [
-            (name, parameter, parameter._version)
+            (name, parameter, version_of(parameter))
             for name, parameter in self._module.named_parameters()
             if id(parameter) not in renormed and not is_lazy(parameter) and not parameter.is_inference()
         ]
         yield
         for name, parameter, version in before:
-            if parameter._version != version:
+            if version_of(parameter) != version:
                 raise RecomputeError(
                     f"stage {self._stage} changes its parameter {name.removeprefix('layers.')!r} in its forward, and a "
                     "recomputation would change it again; make it a buffer, or use checkpoint='never'"

@@ -24,6 +24,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.skip_layout import skip_layout
 from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
 from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule, has_hooks
+from asyncpipe.ops.torch_internals import hooks_of
 
 __all__ = [
     "PipeSequential",
@@ -189,9 +190,6 @@ def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
     return sequence
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 def check_plain(sequence: nn.Sequential, what: str) -> None:
     """Raise ``OptionError`` if ``sequence``, whose layers stages call, does more than to call them."""
     if type(sequence).forward not in (nn.Sequential.forward, PipeSequential.forward):
@@ -204,7 +202,7 @@ def check_plain(sequence: nn.Sequential, what: str) -> None:
 
 def check_unhooked(sequence: nn.Sequential, what: str) -> None:
     """Raise ``OptionError`` if ``sequence``, whose layers stages call, has hooks of its own."""
-    if any(getattr(sequence, hooks) for hooks in _HOOKS):
+    if hooks_of(sequence):
         raise OptionError(
             f"{what} is an nn.Sequential with hooks of its own, which no stage would call, since stages call its "
             "layers; register them on its layers"

@@ -29,6 +29,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import TensorPickler, from_buffers, not_sendable, to_buffers
 from asyncpipe.ops.model.sequential import take_all
 from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.ops.torch_internals import accumulated_hooks, gradient_hooks, refresh_flat_weights
 
 __all__ = ["NamedState", "forget_values", "receive_model", "refuse_what_trains", "ship_model", "state_names"]
 
@@ -89,9 +90,7 @@ def forget_values(module: nn.Module) -> None:
             for name, tensor in table.items():
                 if tensor is not None and not is_lazy(tensor):
                     table[name] = forgotten.setdefault(id(tensor), _shipped(tensor, whole=False).tensor())  # type: ignore[assignment]
-        if isinstance(part, nn.RNNBase):
-            # It has a second reference to its parameters, in a list.
-            part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
+        refresh_flat_weights(part)
 
 
 class NamedState(NamedTuple):
@@ -207,7 +206,7 @@ def _shipped(tensor: Tensor, *, whole: bool) -> _Shipped:
 
 def _refuse_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if gradient_hooks(parameter) or accumulated_hooks(parameter):
             raise OptionError(
                 f"parameter {name!r} has a hook, which would stay behind when the model is sent to a worker; register "
                 "it in a factory that builds the stage there, or use workers='threads'"

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from asyncpipe.core.predict.balance import check_balance, even_balance
@@ -27,6 +26,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage_compiler import CallsStage
+from asyncpipe.ops.torch_internals import has_own_call, hooks_of, hooks_of_all_modules
 
 __all__ = ["CALLER", "OwnLoss", "Stage", "StageModule", "StagedModel", "has_hooks"]
 
@@ -53,15 +53,9 @@ class StageModule(nn.Module):
         return self if has_hooks(self) else self.forward
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its ``forward``."""
-    of_all = torch.nn.modules.module
-    return module._compiled_call_impl is not None or any(
-        getattr(module, hooks) or getattr(of_all, f"_global{hooks}") for hooks in _HOOKS
-    )
+    return has_own_call(module) or hooks_of_all_modules() or bool(hooks_of(module))
 
 
 class OwnLoss(Protocol):

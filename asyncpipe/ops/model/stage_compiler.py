@@ -24,19 +24,29 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.core.compile_option import CompileOption
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.errors import BackwardError, CompileError, OptionError
 from asyncpipe.ops.device.compile_gate import compile_gate, hold_up
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.torch_internals import (
+    break_reasons,
+    compile_backend,
+    compile_settings,
+    compiler_error,
+    has_cpp_compiler,
+    has_triton,
+    mark_dynamic,
+    recompile_reason,
+    tree_leaves,
+)
 
 __all__ = ["CallKind", "CallsStage", "Received", "StageCompiler", "check_compiler"]
 
@@ -141,8 +151,7 @@ class StageCompiler:
                 "the graph of a compiled stage on an accelerator cannot be retained for another backward; give the "
                 "pipeline checkpoint='always', which recomputes it, or leave compile out"
             )
-        config: Any = torch._functorch.config
-        return cast("AbstractContextManager[None]", config.patch(donated_buffer=False))
+        return compile_settings({"donated_buffer": False})
 
     def _of_kind(self, tensors: Sequence[Tensor], kind: CallKind) -> _Compiled:
         key = (
@@ -163,12 +172,11 @@ class StageCompiler:
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             compiled.graphs += 1
-            config: Any = torch._functorch.config
             wanted = {"force_non_lazy_backward_lowering": True, "donated_buffer": not may_retain}
             hold_up(True)
             try:
-                # An older torch does not know all of them, and compiles the backward when it first runs.
-                with config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
+                # An older torch does not know the first, and compiles the backward when it first runs.
+                with compile_settings(wanted):
                     made = self._make(graph, inputs)
             finally:
                 hold_up(False)
@@ -190,16 +198,16 @@ class StageCompiler:
 
     def _call(self, compiled: _Compiled, received: Received, notes: list[Compilation]) -> Mapping[int, Any]:
         graphs, runs, began = compiled.graphs, compiled.runs, time.perf_counter()
-        broken = _break_reasons() if not self._option.fullgraph else {}
+        broken = break_reasons() if not self._option.fullgraph else {}
         try:
             sent = compiled.call(self._module, received)
         except Exception as error:
-            if (why := _compiler_error(error)) is not None:
+            if (why := compiler_error(error)) is not None:
                 raise CompileError(self._stage, why) from error
             raise
         if compiled.graphs > graphs:
-            again = _recompile_reason() if graphs else ""
-            breaks = tuple(reason for reason, count in _break_reasons().items() if count > broken.get(reason, 0))
+            again = recompile_reason() if graphs else ""
+            breaks = tuple(reason for reason, count in break_reasons().items() if count > broken.get(reason, 0))
             self._note(compiled, sent, compiled.graphs - graphs, again, breaks, began, notes)
         elif not self._option.fullgraph and compiled.runs == runs:
             self._tell_eager(notes)
@@ -265,15 +273,10 @@ def _inner_backend(option: CompileOption) -> Callable[[torch.fx.GraphModule, lis
     """What compiles a graph."""
     options = dict(option.options or {})
     try:
-        if option.backend == "inductor":
+        if option.backend == "inductor" and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
             # One thread of this process: a pool of the compiler's own would be a pool for each worker, and outlive it.
-            if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-                options.setdefault("compile_threads", 1)
-            inductor: Any = torch._TorchCompileInductorWrapper(option.mode, None, option.dynamic)  # type: ignore[no-untyped-call]
-            inductor.apply_options(options)
-            return cast("Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]", inductor)
-        made: Any = torch._TorchCompileWrapper(option.backend, None, options or None, option.dynamic)  # type: ignore[no-untyped-call]
-        return cast("Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]", made)
+            options.setdefault("compile_threads", 1)
+        return compile_backend(option.backend, option.mode, options, option.dynamic)
     except (RuntimeError, ValueError, ImportError) as error:
         raise OptionError(f"compile: {error}") from error
 
@@ -287,32 +290,23 @@ def check_compiler(option: CompileOption, devices: Sequence[Device]) -> None:
     if option.cuda_graphs or option.backend != "inductor":
         return
     kinds = {device.physical.type for device in devices}
-    if "cpu" in kinds:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise OptionError(
-                "compile: stages on a CPU are compiled with a C++ compiler, and none was found here; install g++ or "
-                "name one in the environment variable CXX, or use compile={'backend': 'aot_eager'} or compile=False"
-            ) from error
-    if kinds - {"cpu"}:
-        from torch.utils._triton import has_triton
-
-        if not has_triton():
-            raise OptionError(
-                "compile: stages on accelerators are compiled with Triton, which is not installed or does not support "
-                "this device; install it, or use compile=False"
-            )
+    if "cpu" in kinds and not has_cpp_compiler():
+        raise OptionError(
+            "compile: stages on a CPU are compiled with a C++ compiler, and none was found here; install g++ or name "
+            "one in the environment variable CXX, or use compile={'backend': 'aot_eager'} or compile=False"
+        )
+    if kinds - {"cpu"} and not has_triton():
+        raise OptionError(
+            "compile: stages on accelerators are compiled with Triton, which is not installed or does not support this "
+            "device; install it, or use compile=False"
+        )
 
 
 def _mark_batch(received: Received, dim: int, size: int) -> None:
     """Have the batch dimension of what the stage receives be any size; one of 1 is always compiled by itself."""
     for tensor in tree_leaves(dict(received)):
         if isinstance(tensor, Tensor) and tensor.dim() > dim and tensor.shape[dim] == size > 1:
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+            mark_dynamic(tensor, dim)
 
 
 def _backward_graphs(sent: Mapping[int, Any]) -> int:
@@ -325,29 +319,3 @@ def _backward_graphs(sent: Mapping[int, Any]) -> int:
                 seen.add(child)
                 waiting.append(child)
     return sum("CompiledFunction" in node.name() for node in seen)
-
-
-def _compiler_error(error: Exception) -> str | None:
-    """What the compiler says of a stage that it cannot compile; ``None`` if it is an error of the stage itself."""
-    dynamo: Any = torch._dynamo.exc
-    if isinstance(error, dynamo.FailOnRecompileLimitHit):
-        limit: Any = torch._dynamo.config
-        return f"calls of one kind were compiled {limit.recompile_limit} times already; {_recompile_reason()}"
-    if isinstance(error, dynamo.TorchDynamoException):
-        return f"{error}\n(compile={{'fullgraph': False}} allows several graphs)"
-    return None
-
-
-def _break_reasons() -> dict[str, int]:
-    counters: Any = torch._dynamo.utils.counters
-    return dict(counters["graph_break"])
-
-
-def _recompile_reason() -> str:
-    """Why the last compilation was not the first of its code."""
-    with suppress(Exception):
-        metrics: Any = torch._dynamo.utils.get_compilation_metrics()
-        for each in reversed(metrics):
-            if reason := getattr(each, "recompile_reason", None):
-                return " ".join(str(reason).split("User stack trace")[0].split())
-    return "something that it depends on has changed"

@@ -30,6 +30,7 @@ from asyncpipe.ops.model.input_copies import InputCopies
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
+from asyncpipe.ops.torch_internals import refresh_flat_weights
 
 __all__ = ["Replica", "Ties", "place"]
 
@@ -172,9 +173,7 @@ class _Shadow:
         }
         modules = {**self._module._modules, **self._children}
         self.copy.__dict__.update(self._module.__dict__, _modules=modules, **tables)
-        if isinstance(self.copy, nn.RNNBase):
-            # A recurrent layer has a second reference to its parameters, in a list.
-            self.copy._flat_weights = [getattr(self.copy, name) for name in self.copy._flat_weights_names]
+        refresh_flat_weights(self.copy)
 
 
 def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device]) -> tuple[list[Stage], Ties]:

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import asyncpipe
-from asyncpipe.ops import DRAWS_KEY
-from asyncpipe.ops.autograd import own_draws as own_draws_module
 from asyncpipe.ops.autograd.own_draws import OwnDraws, replace_torch_random, restore_torch_random
+from asyncpipe.ops.torch_internals import DrawsKey
 
 LSTM, ATTENTION = nn.LSTM(4, 4, 2, dropout=0.5), nn.MultiheadAttention(4, 2, dropout=0.5)
 ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
@@ -178,7 +177,7 @@ def test_every_operator_that_torch_tags_as_drawing_has_its_kernel() -> None:
         if torch.Tag.nondeterministic_seeded in operator.tags and not has("CompositeImplicitAutograd"):
             computes = has("CPU") or has("CompositeExplicitAutograd")
             # Overloads for an out= argument call those without.
-            if computes and not has(DRAWS_KEY) and not overload.endswith("out"):
+            if computes and not has(DrawsKey.NAME) and not overload.endswith("out"):
                 missing.append(full_name)
     assert sorted(missing) == [
         "aten::_fused_sdp_choice",  # draws nothing
@@ -223,7 +222,7 @@ def test_nothing_of_torch_stays_replaced() -> None:
         with asyncpipe.Pipeline([nn.Linear(1, 1)], ["cpu"], microbatches=1, loss_fn=torch.sum).sync(), Generator():
             assert torch.random.__dict__["default_generator"] is not torch.default_generator
         assert torch.random.__dict__["default_generator"] is torch.default_generator
-        assert not torch._C._dispatch_tls_is_dispatch_key_included(own_draws_module._KEY)
+        assert not torch._C._dispatch_tls_is_dispatch_key_included(DrawsKey().key)
 
 
 def test_an_error_in_a_draw_gives_the_default_generator_back() -> None:
@@ -297,7 +296,7 @@ def test_a_thread_that_drew_leaves_nothing_to_drop_at_its_end() -> None:
     def draw() -> None:
         with Generator(), Generator():
             torch.rand(1)
-        left.append(torch._C._is_key_in_tls(own_draws_module._SLOT))
+        left.append(torch._C._is_key_in_tls("asyncpipe: own draws"))
 
     thread = threading.Thread(target=draw)
     thread.start()

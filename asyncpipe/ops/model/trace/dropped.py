@@ -20,12 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from asyncpipe.errors import StageError, TraceError
 from asyncpipe.ops.model.trace.progress import TraceProgress
+from asyncpipe.ops.torch_internals import BACKWARD_HOOKS, FORWARD_HOOKS, hooks_of, hooks_of_all_modules
 
 __all__ = ["HookWatch", "WatchForward", "reentrant_as_calls", "refuse_hooks"]
 
-_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 _TENSOR_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -33,14 +32,14 @@ def refuse_hooks(model: nn.Module) -> None:
 
     Also for hooks of all modules (``register_module_forward_hook``).
     """
-    if any(getattr(torch.nn.modules.module, f"_global{table}") for table in (*_BACKWARD, *_FORWARD)):
+    if hooks_of_all_modules():
         raise TraceError(
             "a hook of all modules (torch.nn.modules.module.register_module_…_hook) is registered, which the stages of "
             "a trace would not call for each module; remove it while the model is traced"
         )
     for name, module in model.named_modules():
-        backward = any(getattr(module, table) for table in _BACKWARD)
-        forward = any(not _is_of_torch(hook) for table in _FORWARD for hook in getattr(module, table).values())
+        backward = bool(hooks_of(module, BACKWARD_HOOKS))
+        forward = not all(map(_is_of_torch, hooks_of(module, FORWARD_HOOKS)))
         if backward or forward:
             raise TraceError(
                 f"{_named(name)} has a {'backward' if backward else 'forward'} hook, which the stages of a trace would "
@@ -133,7 +132,7 @@ class HookWatch:
         self._tables = [
             (name, getattr(module, table))
             for name, module in model.named_modules()
-            for table in (*_BACKWARD, *_FORWARD)
+            for table in (*BACKWARD_HOOKS, *FORWARD_HOOKS)
         ]
         self._hooks = [table for _, table in self._tables]
         self._before = list(map(len, self._hooks))

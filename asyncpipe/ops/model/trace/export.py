@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.model.nested import leaves_of
@@ -20,11 +19,9 @@ from asyncpipe.ops.model.trace.inputs import TraceInputs, dynamic_sizes
 from asyncpipe.ops.model.trace.overwrites import written_storages
 from asyncpipe.ops.model.trace.progress import TraceProgress
 from asyncpipe.ops.model.trace.python_draws import PythonDraws
+from asyncpipe.ops.torch_internals import is_metadata_check, is_of_transform, tree_leaves
 
 __all__ = ["TraceState", "TraceTask", "export_mode"]
-
-_TRANSFORMS = "torch._functorch.predispatch"
-"""Where a trace's calls that begin and end a transform of ``torch.func`` come from."""
 
 
 class TraceState:
@@ -136,7 +133,7 @@ def export_mode(task: TraceTask, training: bool) -> TracedGraph:
             f"the forward replaces the buffer {wrapper.seen.replaced[0]!r} by another tensor, which a trace does not "
             "keep; change it in place: self.buffer.copy_(...)"
         )
-    if any(getattr(node.target, "__module__", "") == _TRANSFORMS for node in root.graph.nodes):
+    if any(map(is_of_transform, root.graph.nodes)):
         raise TraceError(
             "the forward uses a transform of torch.func (vmap, grad, jvp, …), which a trace cannot cut; write it out, "
             "or cut the model by hand into a list of stages"
@@ -182,7 +179,7 @@ def _simplify(root: fx.GraphModule) -> Callable[..., Any]:
     for node in reversed(list(root.graph.nodes)):
         if node.op == "call_module":
             guards = root.get_submodule(node.target).forward
-        elif node.target is not torch.ops.aten._assert_tensor_metadata.default:
+        elif not is_metadata_check(node):
             continue
         root.graph.erase_node(node)
     root.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(written_storages(node, root)))

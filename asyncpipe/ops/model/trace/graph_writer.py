@@ -15,6 +15,8 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from asyncpipe.ops.torch_internals import is_metadata_check
+
 __all__ = ["GraphWriter"]
 
 
@@ -116,7 +118,7 @@ def _write_inner(inner: nn.Module, device: torch.device, takes_device: bool = Tr
     for node in inner.graph.nodes:  # type: ignore[union-attr]
         if node.op == "placeholder":
             writer.known[node] = writer.graph.placeholder(node.name)
-        elif node.op == "call_function" and node.target is not torch.ops.aten._assert_tensor_metadata.default:
+        elif node.op == "call_function" and not is_metadata_check(node):
             writer.copy(node, inner)
     output = inner.graph.output_node().args[0]  # type: ignore[union-attr,operator]
     return writer.finish(map_aggregate(output, writer.stand_in), "Inner")

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.model.stage import CALLER
 from asyncpipe.ops.model.trace.cut import TracedGraph, inner_graphs
+from asyncpipe.ops.torch_internals import operator_schema, storage_id, tree_leaves
 
 __all__ = ["Overwrites", "overwrites", "written_storages"]
 
@@ -98,7 +98,7 @@ def written_storages(node: fx.Node, root: nn.Module) -> set[int]:
     found: set[int] = set()
     for region in inner_graphs(node, root):
         found = found.union(*(written_storages(inner, region) for inner in region.graph.nodes))
-    schema = getattr(node.target, "_schema", None)
+    schema = operator_schema(node.target)
     if schema is None:
         return found
     values = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
@@ -114,4 +114,4 @@ def written_storages(node: fx.Node, root: nn.Module) -> set[int]:
 
 
 def _storages(node: fx.Node) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)}
+    return {storage_id(leaf) for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)}

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.autograd.checkpoint import is_recomputing
@@ -24,6 +23,7 @@ from asyncpipe.ops.model.trace.cut import OutputShape, TracedGraph
 from asyncpipe.ops.model.trace.export import TraceState
 from asyncpipe.ops.model.trace.graph_writer import GraphWriter
 from asyncpipe.ops.model.trace.overwrites import overwrites
+from asyncpipe.ops.torch_internals import tree_leaves
 
 __all__ = ["ModelSlots", "TracedStage", "CallerValue", "build_stages"]
 

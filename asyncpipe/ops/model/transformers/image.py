@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from asyncpipe.ops.torch_internals import non_persistent_buffers
+
 __all__ = ["Image", "make_image"]
 
 
@@ -57,7 +59,7 @@ def make_image(module: nn.Module, replaced: Mapping[str, nn.Module | None], imag
 def _is_table(module: nn.Module) -> bool:
     """Whether all it has are buffers that the state of the model leaves out."""
     tables = list(module.modules())
-    buffers = any(part._buffers.keys() - part._non_persistent_buffers_set for part in tables)
+    buffers = any(part._buffers.keys() - non_persistent_buffers(part) for part in tables)
     return not buffers and not any(part._parameters for part in tables) and any(part._buffers for part in tables)
 
 

@@ -1,0 +1,598 @@
+"""Everything that the package uses of torch that torch does not promise to keep, in one place.
+
+No other module of the package reaches a private name of torch; ``tests/ops/test_torch_versions.py`` searches for them.
+``INTERNALS`` lists the names by the mechanism that needs them: why, since which torch they exist, the test that fails
+when they change, and the slower public way that is taken where one is missing. Where there is no public way, the names
+are checked at the import, so that one sentence refuses an unsuitable torch.
+
+Not listed are the tables of ``nn.Module`` (``_modules``, ``_parameters``, ``_buffers``): pickled modules contain them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from operator import attrgetter
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = [
+    "BACKWARD_HOOKS",
+    "BatchNorm",
+    "DRAWS",
+    "DrawsKey",
+    "FORWARD_HOOKS",
+    "HAS_INPUT_METADATA",
+    "INTERNALS",
+    "Internals",
+    "SUPPORTED_NODES",
+    "ThreadSlot",
+    "TreeSpec",
+    "accumulated_hooks",
+    "break_reasons",
+    "check_torch",
+    "compile_backend",
+    "compile_settings",
+    "compiler_error",
+    "device_of_scaler",
+    "gloo_options",
+    "gradient_hooks",
+    "graph_is_kept",
+    "has_cpp_compiler",
+    "has_own_call",
+    "has_triton",
+    "hooks_of",
+    "hooks_of_all_modules",
+    "input_metadata",
+    "inside_forward_derivatives",
+    "inside_transform",
+    "is_batch_of_gradients",
+    "is_default_generator",
+    "is_metadata_check",
+    "is_of_transform",
+    "mark_dynamic",
+    "nccl_options",
+    "non_persistent_buffers",
+    "operator_schema",
+    "parse_to",
+    "pass_number",
+    "queue_callback",
+    "recompile_reason",
+    "record_function",
+    "refresh_flat_weights",
+    "run_engine",
+    "storage_id",
+    "thread_slot",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+    "version_of",
+    "with_reference",
+    "without_modes_and_hooks",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Internals:
+    """Private names of torch that one mechanism needs."""
+
+    names: str
+    """Below ``torch``, separated by spaces. One that begins with a dot is an attribute of objects."""
+    why: str
+    test: str
+    """The name of a test that fails where one of them has changed its meaning."""
+    instead: str = ""
+    """What happens where one is missing: the slower public way. If empty, the import refuses such a torch."""
+    since: str = "2.9 or before"
+    """The first torch that has all of them."""
+
+
+INTERNALS = (
+    Internals(
+        "_C.DispatchKey.Python _C._TorchDispatchModeKey.FAKE _C._TorchDispatchModeKey.FUNCTIONAL "
+        "_C._TorchDispatchModeKey.PROXY _C._dispatch_get_all_op_names _C._dispatch_has_kernel_for_dispatch_key "
+        "_C._dispatch_key_parse _C._dispatch_keyset_full_after _C._dispatch_tls_set_dispatch_key_included "
+        "_C._get_dispatch_mode _C._get_obj_in_tls _C._is_key_in_tls _C._jit_get_all_schemas _C._stash_obj_in_tls "
+        "_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _ops._higher_order_ops",
+        "draws on a CPU thread come from generators of the task, by a dispatch key that torch uses in its own tests",
+        "test_draws_are_those_of_a_default_generator_in_that_state",
+        "tasks on CPUs take turns at torch's default generator, as tasks on an accelerator do at that one's",
+    ),
+    Internals(
+        "_C._remove_obj_from_tls",
+        "a thread that has drawn leaves no object that it would have to drop at its end",
+        "test_a_thread_that_drew_leaves_nothing_to_drop_at_its_end",
+        "None stays in the thread's slot",
+        since="after 2.9",
+    ),
+    Internals(
+        "autograd.Variable._execution_engine.run_backward",
+        "a backward of plain tensors costs 10 µs less without the checks of torch.autograd.backward",
+        "test_gradients_are_those_of_torch",
+        "torch.autograd.backward",
+    ),
+    Internals(
+        "autograd.Variable._execution_engine.queue_callback _C._current_graph_task_id "
+        "_C._autograd._get_current_graph_task_keep_graph",
+        "the backward of pipe(x) must know which pass of the engine calls it, if that keeps the graph, and its end",
+        "test_a_retained_graph_that_was_stopped_goes_backward_again",
+    ),
+    Internals(
+        "_C._len_torch_dispatch_stack _C._len_torch_function_stack _C._pop_torch_function_stack "
+        "_C._push_on_torch_function_stack _C._autograd._pop_saved_tensors_default_hooks "
+        "_C._autograd._push_saved_tensors_default_hooks _C._autograd._top_saved_tensors_default_hooks "
+        "utils._python_dispatch._disable_current_modes",
+        "modes and hooks for saved tensors around a task must not act on tasks of a pipeline inside it",
+        "test_checkpoint_of_torch_around_the_call",
+        since="2.7: 2.6 cannot tell the hooks that are set aside",
+    ),
+    Internals(
+        "_C._functorch.is_batchedtensor _C._functorch.is_legacy_batchedtensor _C._functorch.peek_interpreter_stack "
+        "autograd.forward_ad._current_level",
+        "transforms of torch.func and batches of gradients are refused: other threads know nothing of them",
+        "test_transforms",
+    ),
+    Internals(
+        "autograd.graph.Node._input_metadata",
+        "W gives the gradient of an edge the shape and type that the node behind it takes",
+        "test_under_autocast",
+        "I runs the whole backward, and W nothing",
+    ),
+    Internals(
+        "Tensor._version UntypedStorage._cdata Tensor._backward_hooks Tensor._post_accumulate_grad_hooks",
+        "what overwrites a tensor that others still read is refused; hooks of parameters see a step's whole gradient",
+        "test_an_input_overwritten_before_the_recomputation_is_refused",
+    ),
+    Internals(
+        "nn.Module._compiled_call_impl nn.modules.module._global_backward_hooks "
+        "nn.modules.module._global_backward_pre_hooks nn.modules.module._global_forward_hooks "
+        "nn.modules.module._global_forward_pre_hooks nn.modules.batchnorm._BatchNorm _C._nn._parse_to",
+        "stages call forward alone where a module has no hooks; batch norms are found; to() is read as nn.Module does",
+        "test_the_function_of_a_stage_calls_its_layers_and_all_hooks",
+    ),
+    Internals(
+        "utils._pytree.SUPPORTED_NODES utils._pytree.TreeSpec utils._pytree.tree_flatten utils._pytree.tree_leaves "
+        "utils._pytree.tree_unflatten",
+        "nested values have the containers that torch and torch.export know",
+        "test_containers_are_those_of_torch",
+    ),
+    Internals(
+        "_C._profiler._RecordFunctionFast",
+        "the name of a task costs 0.3 µs while no profiler runs, and not 6 µs",
+        "test_names_cost_little_in_any_torch",
+        "torch.profiler.record_function",
+    ),
+    Internals(
+        "_functorch.config _dynamo.exc _dynamo.config _dynamo.utils.counters _dynamo.utils.get_compilation_metrics "
+        "_dynamo.maybe_mark_dynamic _TorchCompileInductorWrapper _TorchCompileWrapper "
+        "_inductor.cpp_builder.get_cpp_compiler _inductor.exc.InvalidCxxCompiler utils._triton.has_triton",
+        "with compile= alone: the backward is compiled with the forward, and a break or a recompilation tells its why",
+        "test_a_stage_with_draws_skips_and_recomputation_is_one_graph_a_direction",
+        "none: compile= raises",
+    ),
+    Internals(
+        "distributed.ProcessGroupGloo._Options .options._devices .options._threads .options._timeout",
+        "a group of two for an edge, with an address, threads and a time limit of its own",
+        "test_large_tensors_on_their_own_and_others_together",
+        "none: edges between hosts raise",
+    ),
+    Internals(
+        ".RNNBase._flat_weights .RNNBase._flat_weights_names .Module._non_persistent_buffers_set .GradScaler._device "
+        ".OpOverload._schema .Generator._cdata",
+        "recurrent layers have a second list of their weights; the other names have no public form",
+        "test_a_recurrent_layer_still_uses_its_parameters",
+        "none: what uses it raises",
+    ),
+)
+
+
+def check_torch(found: Any) -> None:
+    """Raise ``ImportError`` for a torch that is too old, or that has lost a name without which nothing would be right.
+
+    Looks at the names of ``INTERNALS`` that have no public way.
+    """
+    version = str(found.__version__)
+    works = "asyncpipe works with torch 2.9 and newer (tested: 2.9, 2.13 and 2.15)"
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 9):
+        raise ImportError(f"{works}; torch {version} is too old")
+    for internals in INTERNALS:
+        for name in () if internals.instead else internals.names.split():
+            try:
+                attrgetter(name)(found)
+            except AttributeError:
+                raise ImportError(f"{works}; torch {version} has no torch.{name}, install one of those") from None
+
+
+check_torch(torch)
+
+
+# Draws
+
+
+class ThreadSlot(Protocol):
+    """A place of this thread for one object."""
+
+    def get(self) -> Any:
+        """What is there; ``None`` if nothing is."""
+
+    def put(self, value: object) -> None:
+        """Replace what is there; ``None`` empties it."""
+
+
+class _SlotOfTorch:
+    """A slot in the state that torch hands to its own threads: those of autograd and of ``torch.jit.fork``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._get, self._has = torch._C._get_obj_in_tls, torch._C._is_key_in_tls
+        self._put = with_reference(torch._C._stash_obj_in_tls, name)
+        self._remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+
+    def get(self) -> Any:
+        return self._get(self.name) if self._has(self.name) else None
+
+    def put(self, value: object) -> None:
+        # Not ``None`` in it, where torch can help it: a thread that ends drops what is there, for which it needs the
+        # interpreter. That may be at its end, and the process would abort.
+        if value is None and self._remove is not None:
+            self._remove(self.name)
+        else:
+            self._put(self.name, value)
+
+
+def with_reference(put: Callable[[str, object], None], slot: str) -> Callable[[str, object], None]:
+    """``put``, taking a reference for the slot. Up to torch 2.11 it takes none, but drops one when the slot changes."""
+    take = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
+    def put_with_reference(slot: str, value: object) -> None:
+        take(value)
+        put(slot, value)
+
+    probe = object()
+    before = sys.getrefcount(probe)
+    put_with_reference(slot, probe)
+    # Where torch takes its own reference, too, this probe is never freed.
+    balanced = put if sys.getrefcount(probe) == before + 2 else put_with_reference
+    balanced(slot, None)
+    return balanced
+
+
+class _PlainSlot(threading.local):
+    _value: object = None
+
+    def get(self) -> Any:
+        return self._value
+
+    def put(self, value: object) -> None:
+        self._value = value
+
+
+KernelFor = Callable[[str, list[Any]], Callable[..., Any] | None]
+"""From an operator's name and arguments to its kernel, or ``None`` if it needs none.
+
+A kernel is called with the operator, the set of keys and the arguments.
+"""
+
+
+class DrawsKey:
+    """A key of torch's dispatcher that each thread can switch on for itself.
+
+    Operators of ``aten`` have the kernels that are given to ``register``; all others pass the key by. Raises
+    ``AttributeError`` or ``RuntimeError`` where torch lacks something of it.
+    """
+
+    NAME = "TESTING_ONLY_GenericMode"
+
+    def __init__(self) -> None:
+        self.key = torch._C._dispatch_key_parse(self.NAME)
+        self._below = torch._C._dispatch_keyset_full_after(self.key)
+        self._python = torch._C.DispatchKey.Python
+        self._mode_of: Callable[[Any], object] = torch._C._get_dispatch_mode
+        modes = torch._C._TorchDispatchModeKey
+        self._tracing = [modes.FAKE, modes.PROXY, modes.FUNCTIONAL]
+        self._switch: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+        self._has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+        self._higher = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, torch._ops._higher_order_ops
+        self._all = torch._C._dispatch_get_all_op_names, torch._C._jit_get_all_schemas
+        self.slot: ThreadSlot = _SlotOfTorch("asyncpipe: own draws")
+
+    def switch(self, on: bool) -> None:
+        """Have this thread's operators go through the key from now on, or no longer."""
+        self._switch(self.key, on)
+
+    def register(self, kernel_for: KernelFor) -> list[torch.library.Library]:
+        """Give operators that are not composed of others the kernels of ``kernel_for``, as long as the result lives."""
+        library_of: Any = torch.library.Library
+        others = library_of("_", "IMPL", self.NAME)
+        others.fallback(torch.library.fallthrough_kernel)
+        # Higher-order operators (torch.cond) do not know the dispatcher's fallbacks.
+        fall_through, higher_order = self._higher
+        fall_through.append(self.key)
+        for higher in higher_order.values():
+            higher.fallthrough(self.key)  # type: ignore[no-untyped-call]
+        library = library_of("aten", "IMPL", self.NAME)
+        names, schemas = self._all
+        known = set(names())
+        for schema in schemas():
+            full_name = f"{schema.name}.{schema.overload_name}".rstrip(".")
+            namespace, _, name = schema.name.partition("::")
+            if namespace != "aten" or full_name not in known:
+                continue
+            is_composite = self._has_kernel(full_name, "CompositeImplicitAutograd")
+            if not is_composite and (kernel := kernel_for(name, schema.arguments)) is not None:
+                operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+                library.impl(operator, partial(kernel, operator), with_keyset=True)
+        return [others, library]
+
+    def redispatch(self, operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator as if there were no such key."""
+        return operator.redispatch(keys & self._below, *args, **kwargs)
+
+    def runs_python(self, keys: Any) -> bool:
+        """Whether a dispatch mode, or a tensor with ``__torch_dispatch__``, comes next."""
+        return bool(keys.has(self._python))
+
+    def is_tracing(self, keys: Any) -> bool:
+        """Whether the operator is not computed, but recorded: a generator must not get into the recording."""
+        return self.runs_python(keys) and any(self._mode_of(mode) is not None for mode in self._tracing)
+
+
+def _draws_key() -> DrawsKey | None:
+    with suppress(AttributeError, RuntimeError):
+        return DrawsKey()
+    return None
+
+
+DRAWS = _draws_key()
+"""``None`` where this torch has no such key: tasks on a CPU then take turns at the default generator."""
+
+
+def thread_slot() -> ThreadSlot:
+    """A slot of each thread, which torch hands to its own threads if it can."""
+    return _PlainSlot() if DRAWS is None else DRAWS.slot
+
+
+def is_default_generator(generator: Any) -> bool:
+    """Whether it is torch's for CPUs. The dispatcher makes another Python object of it."""
+    default: Any = torch.default_generator
+    return bool(generator._cdata == default._cdata)
+
+
+# Autograd
+
+_engine: Any = torch.autograd.Variable._execution_engine
+run_engine: Callable[..., object] | None = getattr(_engine, "run_backward", None)
+queue_callback: Callable[[Callable[[], object]], None] = _engine.queue_callback
+"""Have the engine call something at the end of the pass that runs on this thread; or drop it, if the pass fails."""
+pass_number: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the engine's pass that runs on this thread."""
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether that pass was started with ``retain_graph``."""
+HAS_INPUT_METADATA = hasattr(torch.autograd.graph.Node, "_input_metadata")
+
+
+def input_metadata(node: Node, position: int) -> Any:
+    """The shape, type and device of the gradient that ``node`` takes at ``position``."""
+    return node._input_metadata[position]
+
+
+@contextmanager
+def without_modes_and_hooks() -> Iterator[None]:
+    """Inside, modes of functions and dispatch, and hooks for saved tensors, that were entered around it do not act."""
+    functions = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    hooks = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(pair)
+    try:
+        if torch._C._len_torch_dispatch_stack():
+            with torch.utils._python_dispatch._disable_current_modes():
+                yield
+        else:
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        for mode in reversed(functions):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def inside_transform() -> bool:
+    """Whether this thread is inside a transform of ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def inside_forward_derivatives() -> bool:
+    """Whether this thread is inside ``torch.autograd.forward_ad.dual_level``."""
+    return forward_ad._current_level >= 0
+
+
+def is_batch_of_gradients(gradient: Tensor) -> bool:
+    """Whether ``gradient`` is a batch of gradients that looks like one: of a vmap, or of ``is_grads_batched``."""
+    kinds = torch._C._functorch
+    return bool(kinds.is_batchedtensor(gradient) or kinds.is_legacy_batchedtensor(gradient))
+
+
+# Tensors and modules
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was changed in place. Raises ``RuntimeError`` for one of inference mode."""
+gradient_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], object]] | None] = attrgetter("_backward_hooks")
+"""The hooks of ``register_hook``."""
+accumulated_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], object]] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""The hooks of ``register_post_accumulate_grad_hook``."""
+
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of the memory of a strided tensor, also of one that is traced, as long as it is there."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def hooks_of(module: nn.Module, kinds: Iterable[str] = (*FORWARD_HOOKS, *BACKWARD_HOOKS)) -> list[Callable[..., Any]]:
+    """The hooks that ``module`` has itself."""
+    return [hook for kind in kinds for hook in getattr(module, kind).values()]
+
+
+def hooks_of_all_modules() -> bool:
+    """Whether there is a hook for all modules (``register_module_forward_hook``)."""
+    return any(getattr(nn.modules.module, f"_global{kind}") for kind in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` has replaced what a call of it does."""
+    return module._compiled_call_impl is not None
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of the buffers of ``module`` that its state leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def refresh_flat_weights(module: nn.Module) -> None:
+    """Have a recurrent layer use the parameters that it has now: it has a second reference to them, in a list."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """The device and the type in arguments of ``nn.Module.to``. Raises ``RuntimeError`` for an unknown device."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
+
+
+def device_of_scaler(scaler: torch.amp.GradScaler) -> str:
+    """The type of device that the factor of ``scaler`` is on."""
+    return scaler._device
+
+
+# Traces
+
+
+def operator_schema(operator: Any) -> Any:
+    """The arguments and results of an operator of a graph; ``None`` for what is no operator."""
+    return getattr(operator, "_schema", None)
+
+
+def is_metadata_check(node: fx.Node) -> bool:
+    """Whether a node of a trace only checks the type and device of a tensor."""
+    return node.target is torch.ops.aten._assert_tensor_metadata.default
+
+
+def is_of_transform(node: fx.Node) -> bool:
+    """Whether a node of a trace begins or ends a transform of ``torch.func``."""
+    return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
+
+
+# Compilation
+
+
+def compile_settings(wanted: Mapping[str, object]) -> AbstractContextManager[None]:
+    """Settings of the compiler inside. Leaves out what an older torch does not know."""
+    config: Any = torch._functorch.config
+    known = {name: value for name, value in wanted.items() if hasattr(config, name)}
+    return cast("AbstractContextManager[None]", config.patch(known))
+
+
+def compile_backend(
+    name: str | Callable[..., Any], mode: str | None, options: dict[str, Any], dynamic: bool | None
+) -> Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]:
+    """What compiles a graph, as ``torch.compile`` would. Raises for an unknown backend or option."""
+    if name == "inductor":
+        made: Any = torch._TorchCompileInductorWrapper(mode, None, dynamic)  # type: ignore[no-untyped-call]
+        made.apply_options(options)
+    else:
+        made = torch._TorchCompileWrapper(name, None, options or None, dynamic)  # type: ignore[no-untyped-call]
+    return cast("Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]", made)
+
+
+def has_cpp_compiler() -> bool:
+    """Whether inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+def has_triton() -> bool:
+    """Whether inductor can use Triton here."""
+    return torch.utils._triton.has_triton()
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Have the next compilation take a dimension of ``tensor`` as any size."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def compiler_error(error: Exception) -> str | None:
+    """What the compiler says of code that it cannot compile; ``None`` if the error is one of the code itself."""
+    kinds: Any = torch._dynamo.exc
+    if isinstance(error, kinds.FailOnRecompileLimitHit):
+        config: Any = torch._dynamo.config
+        return f"calls of one kind were compiled {config.recompile_limit} times already; {recompile_reason()}"
+    if isinstance(error, kinds.TorchDynamoException):
+        return f"{error}\n(compile={{'fullgraph': False}} allows several graphs)"
+    return None
+
+
+def break_reasons() -> dict[str, int]:
+    """Why graphs were broken so far, and how often."""
+    counters: Any = torch._dynamo.utils.counters
+    return dict(counters["graph_break"])
+
+
+def recompile_reason() -> str:
+    """Why the last compilation was not the first of its code."""
+    with suppress(Exception):
+        metrics: Any = torch._dynamo.utils.get_compilation_metrics()
+        for each in reversed(metrics):
+            if reason := getattr(each, "recompile_reason", None):
+                return " ".join(str(reason).split("User stack trace")[0].split())
+    return "something that it depends on has changed"
+
+
+# Profilers and process groups
+
+record_function: Callable[[str], AbstractContextManager[object]] = getattr(
+    getattr(torch._C, "_profiler", None), "_RecordFunctionFast", torch.profiler.record_function
+)
+"""A name for profilers around what runs inside."""
+
+
+def gloo_options(address: Any, seconds: float) -> Any:
+    """Options of a group of gloo at one address of this host (``ProcessGroupGloo.create_device``)."""
+    group: Any = torch.distributed.ProcessGroupGloo
+    options = group._Options()
+    options._devices = [address]
+    options._threads = 1
+    options._timeout = timedelta(seconds=seconds)
+    return options
+
+
+def nccl_options(limit: timedelta) -> Any:
+    """Options of a group of NCCL whose collectives may take ``limit``."""
+    group: Any = torch.distributed.ProcessGroupNCCL
+    options = group.Options()
+    options._timeout = limit
+    return options
