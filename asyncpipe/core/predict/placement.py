@@ -1,20 +1,19 @@
-"""Where the stages of a pipeline go on a topology: the order of its hosts, and layers by the speed of devices.
+"""Where the stages of a pipeline go on a topology: the order of its hosts.
 
 Stages that follow each other go to devices that follow each other, host by host, so each host is entered and left once,
 and of the links between hosts one fewer is crossed than there are hosts. Which ones these are follows from the order of
-the hosts: the one in which a message takes the least time to pass them all. Faster devices get more layers.
+the hosts: the one in which a message takes the least time to pass them all. Faster devices get more layers
+(``balance.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from math import inf
+from itertools import pairwise
 
 from asyncpipe.core.predict.topology import Topology
-from asyncpipe.errors import BalanceError
 
-__all__ = ["balance_by_speed", "best_host_order"]
+__all__ = ["best_host_order"]
 
 MOST_EXACT = 10
 """Up to so many hosts every order is considered."""
@@ -78,34 +77,3 @@ def _nearest(first: int, seconds: Sequence[Sequence[float]]) -> list[int]:
         path.append(min(left, key=lambda k: (seconds[path[-1]][k], k)))
         left.remove(path[-1])
     return path
-
-
-def balance_by_speed(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
-    """How many consecutive layers each stage gets, where stage k runs at ``speeds[k]``: at least one each.
-
-    The slowest stage is as quick as it can be; of equal balances the earlier stages get less. Takes
-    O(stages · layers²), by dynamic programming. Raises ``BalanceError`` for fewer layers than stages.
-    """
-    layers, stages = len(costs), len(speeds)
-    if not 1 <= stages <= layers:
-        raise BalanceError(f"cannot split {layers} layers into {stages} stages; give at most as many stages as layers")
-    prefix = [0.0, *accumulate(costs)]
-    slowest = [0.0] + [inf] * layers
-    """By border: the time of the slowest of the stages before it, at best."""
-    starts: list[list[int]] = []
-    """By stage and its end: where it begins, then."""
-    for stage, speed in enumerate(speeds):
-        after, chosen = [inf] * (layers + 1), [0] * (layers + 1)
-        for end in range(stage + 1, layers - (stages - stage - 1) + 1):
-            for start in range(end - 1, stage - 1, -1):
-                own = (prefix[end] - prefix[start]) / speed
-                if own >= after[end]:
-                    break  # What begins earlier takes longer still.
-                if max(own, slowest[start]) <= after[end]:
-                    after[end], chosen[end] = max(own, slowest[start]), start
-        slowest = after
-        starts.append(chosen)
-    borders = [layers]
-    for chosen in reversed(starts):
-        borders.append(chosen[borders[-1]])
-    return [end - start for start, end in pairwise(reversed(borders))]

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.balance import check_balance, even_balance
+from asyncpipe.core.predict.balance import balance_by_speed, check_balance, even_balance
 from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.layer_profile import PARAMETER_SCALE, Profile
 from asyncpipe.core.predict.memory import peak_memory
-from asyncpipe.core.predict.placement import balance_by_speed, best_host_order
+from asyncpipe.core.predict.placement import best_host_order
 from asyncpipe.core.predict.report import Report, link_waits, reports, steady_state
 from asyncpipe.core.predict.simulate import can_overlap, simulate_steps
 from asyncpipe.core.predict.topology import Topology, TopologyCosts

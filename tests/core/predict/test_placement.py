@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
-from asyncpipe.core.predict.placement import MOST_EXACT, balance_by_speed, best_host_order
+from asyncpipe.core.predict.placement import MOST_EXACT, best_host_order
 from asyncpipe.core.predict.planner import plan
 from asyncpipe.core.predict.topology import Host, NetworkLink, Topology
-from asyncpipe.errors import BalanceError, PlanError
+from asyncpipe.errors import PlanError
 
 
 def hosts_with(latencies: dict[tuple[int, int], float], count: int) -> Topology:
@@ -49,30 +49,6 @@ def test_an_order_of_many_hosts_is_found_too() -> None:
     found = best_host_order(topology, 1.0)
     assert length(topology, tuple(host.name for host in found.hosts)) == count - 1
     assert sorted(found.devices) == sorted(topology.devices)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=7),
-    st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=4),
-)
-def test_no_balance_has_a_quicker_slowest_stage(costs: list[int], speeds: list[float]) -> None:
-    stages = len(speeds)
-    if stages > len(costs):
-        with pytest.raises(BalanceError, match="cannot split"):
-            balance_by_speed(costs, speeds)
-        return
-
-    def slowest(balance: tuple[int, ...] | list[int]) -> float:
-        ends = [sum(balance[:k]) for k in range(stages + 1)]
-        return max(sum(costs[a:b]) / speed for (a, b), speed in zip(pairwise(ends), speeds, strict=True))
-
-    borders = ((0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), stages - 1))
-    least = min(slowest([b - a for a, b in pairwise(ends)]) for ends in borders)
-    found = balance_by_speed(costs, speeds)
-    assert sum(found) == len(costs)
-    assert min(found) >= 1
-    assert slowest(found) == pytest.approx(least)
 
 
 def even_profile(layers: int) -> Profile:

@@ -142,7 +142,7 @@ def test_borders_move_where_even_stages_are_not_the_best():
 
 
 def test_borders_move_again_where_that_helps(monkeypatch):
-    profile = profile_of([1.0, 5.0, 2.0, 3.0, 3.0, 1.0, 2.0, 2.0, 3.0, 5.0])
+    profile = profile_of([8.0, 1.0, 7.0, 1.0, 1.0, 6.0, 3.0, 3.0, 3.0, 5.0])
     best = never(profile, 2, schedules=["interleaved"])[0]
     monkeypatch.setattr(planner, "MOST_MOVES", 1)
     assert best.seconds < never(profile, 2, schedules=["interleaved"])[0].seconds
