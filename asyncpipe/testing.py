@@ -21,8 +21,9 @@ from asyncpipe.runtime.executor import Assignment, PostEvent, StepHandle
 
 if TYPE_CHECKING:
     from asyncpipe.pipeline.pool import DevicePool
+    from asyncpipe.pipeline.workers import Workers
 
-__all__ = ["EdgeShape", "EdgeState", "EmulatedExecutor", "InlineExecutor", "reshape"]
+__all__ = ["EdgeShape", "EdgeState", "EmulatedExecutor", "InlineExecutor", "reshape", "shape_edges"]
 
 
 class InlineExecutor:
@@ -118,20 +119,37 @@ class EmulatedExecutor:
             del assignment, ended, graph
 
 
-async def reshape(pool: DevicePool, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
-    """Give edges of an open pool other shapes, by the names of the workers that they lead from and to.
+def shape_edges(pool: DevicePool, shapes: Mapping[tuple[str, str], EdgeShape] | None = None) -> DevicePool:
+    """``pool``, whose edges can be made slow or cut from now on, so that workers of one machine can stand for hosts.
 
-    ::
+    ``shapes`` are by the names of the workers that an edge leads from and to; other edges stay as they are::
 
-        pool = DevicePool(workers="processes", edge_shapes={("cpu:0", "cpu:1"): EdgeShape(0.002, bandwidth=1e8)})
+        pool = shape_edges(DevicePool(workers="processes"), {("cpu:0", "cpu:1"): EdgeShape(0.002, bandwidth=1e8)})
         ...
         await reshape(pool, {("cpu:0", "cpu:1"): EdgeShape(state=EdgeState.BLACK_HOLE)})
 
-    The shapes are those of later pipelines, too. Raises ``OptionError`` if the pool was not given ``edge_shapes``.
+    To be called before the pool opens; each worker gets one more thread. Raises ``OptionError`` if the pool has no
+    workers or is open.
     """
+    workers = _workers(pool)
+    if pool.is_open:
+        raise OptionError("edges get their first shapes before the pool opens")
+    workers.edge_shapes = dict(shapes or {})
+    return pool
+
+
+async def reshape(pool: DevicePool, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
+    """Give edges of an open pool other shapes, by the names of the workers that they lead from and to.
+
+    The shapes are those of later pipelines, too. Raises ``OptionError`` without ``shape_edges`` before.
+    """
+    await pool.run(_workers(pool).reshape(shapes))
+
+
+def _workers(pool: DevicePool) -> Workers:
     if pool.workers is None:
         raise OptionError("edges are between workers, and this pool has none; use workers='processes'")
-    await pool.run(pool.workers.reshape(shapes))
+    return pool.workers
 
 
 def _run(assignment: Assignment, post: PostEvent, seconds: float) -> None:

@@ -31,7 +31,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.testing import reshape
+from asyncpipe.testing import reshape, shape_edges
 
 __all__ = ["CASES", "EmulatedHosts", "PredictionSize", "hosts", "make_stage", "run", "show"]
 
@@ -158,7 +158,7 @@ def make_stage(stage: int, seconds: Sequence[float]) -> nn.Module:
 async def _measured(progress: Progress, size: PredictionSize) -> list[dict[str, Any]]:
     devices = max(len(case.topology.devices) for case in size.cases)
     names = [f"cpu:{device}" for device in range(devices)]
-    async with DevicePool(workers="processes", edge_shapes={}) as pool:
+    async with shape_edges(DevicePool(workers="processes")) as pool:
         # Edges get their shapes once the workers are there.
         await _steps(pool, size, size.cases[0], names, rounds=1)
         rows = []

@@ -7,7 +7,6 @@ Start with ``pipeline.py``, then follow a step:
 ``graph_cache.py``                    lowered task graphs by shape
 ``step_inputs.py``                    a mini-batch, checked and cut
 ``feeding.py``                        mini-batches that the pipeline's feed makes
-``prepare.py``                        a step of a pipeline, wherever its stages are
 ``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step
 ``call.py``, ``call_backward.py``     ``y = pipe(x)``, whose loss and backward are the caller's
 ``result.py``                         what a step returns
@@ -15,7 +14,7 @@ Start with ``pipeline.py``, then follow a step:
 ``model_proxy.py``                    the model's own methods on a pipeline
 ``pool.py``                           devices that several pipelines share
 ``workers.py``                        the worker processes of a pool
-``remote_stages.py``, ``remote_step.py``, ``remote_model.py``  stages in workers, as the controller sees them
+``remote_stages.py``, ``remote_step.py``  stages in workers, as the controller sees them
 ``wire_messages.py``                  what controller and workers say to each other of a pipeline
 ``resident/``                         what runs in a worker
 ``overlap.py``                        whether steps may be under way at once

@@ -11,11 +11,10 @@ from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.model.feed import Feed, FromFeed
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.prepare import prepare_step
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.step import PreparedStep
-from asyncpipe.pipeline.step_inputs import NO_TARGET, CutInputs, StepOptions
+from asyncpipe.pipeline.step_inputs import NO_TARGET, CutInputs, StepInputs, StepOptions
 
 __all__ = ["Feeding"]
 
@@ -42,9 +41,12 @@ class Feeding:
         self._next = number
 
     async def prepare(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
-        """As ``prepare_step``, from a coroutine. Waits for the feed; raises what its function raises."""
+        """A step whose mini-batch is checked and cut, from a coroutine. Waits for the feed.
+
+        Raises ``BatchError`` or ``OptionError``, and what the feed's function raises; then nothing has changed.
+        """
         if not isinstance(x, FromFeed):
-            return prepare_step(self._parts, self._tenancy, x, target, options)
+            return self._prepared(x, target, options)
         feed, number = self._begin(target)
         # Drawn before the feed is waited for: who draws from the same generator goes on meanwhile.
         options = replace(options, seed=draw_step_seed(self._parts.options.generator))
@@ -55,11 +57,17 @@ class Feeding:
     def prepare_blocking(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
         """As ``prepare``, on a thread that may block."""
         if not isinstance(x, FromFeed):
-            return prepare_step(self._parts, self._tenancy, x, target, options)
+            return self._prepared(x, target, options)
         feed, number = self._begin(target)
         if (stages := self._stages) is not None:
             return self._prepare_made(x, self._tenancy.pool.call(stages.fed(number)), options)
         return self._prepare_made(x, self._cut(feed, number), options)
+
+    def _prepared(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
+        inputs = StepInputs.prepare(self._parts, x, target, options)
+        if (stages := self._stages) is not None:
+            return RemoteStep(inputs, self._tenancy, stages)
+        return PreparedStep(inputs, self._tenancy)
 
     def _cut(self, feed: Feed, number: int) -> CutInputs:
         return CutInputs.of(self._parts, *feed.batch(number), has_loss=True)
@@ -69,7 +77,7 @@ class Feeding:
             raise BatchError(
                 f"{self._parts.options.feed} makes a mini-batch of {sum(made.sizes)} samples, where {len(x)} are wanted"
             )
-        return prepare_step(self._parts, self._tenancy, made, NO_TARGET, replace(options, is_fed=True))
+        return self._prepared(made, NO_TARGET, replace(options, is_fed=True))
 
     def done(self, step: PreparedStep | RemoteStep) -> None:
         """The oldest step is done."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from torch import nn
 
@@ -13,9 +13,13 @@ from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimi
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.torch_internals import parse_to
 from asyncpipe.pipeline.build import PipelineParts
-from asyncpipe.pipeline.remote_model import RemoteModel
+from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.pipeline.remote_stages import RemoteStages
 
 __all__ = ["OPTIMIZER", "ModelProxy"]
+
+_Parameters = ParamSpec("_Parameters")
+_Answer = TypeVar("_Answer")
 
 OPTIMIZER = "give the pipeline an optimizer= and use step()"
 """In the place of an optimizer of the caller's own."""
@@ -24,9 +28,10 @@ OPTIMIZER = "give the pipeline an optimizer= and use step()"
 class ModelProxy:
     """Stands for the model of a pipeline, as far as no step is run."""
 
-    def __init__(self, parts: PipelineParts, remote: RemoteModel | None = None) -> None:
-        """``remote``: the stages live in workers."""
+    def __init__(self, parts: PipelineParts, pool: DevicePool, remote: RemoteStages | None) -> None:
+        """``remote``: the stages, if they live in workers."""
         self._parts = parts
+        self._pool = pool
         self._remote = remote
 
     @property
@@ -77,12 +82,22 @@ class ModelProxy:
             )
 
     @property
-    def remote(self) -> RemoteModel | None:
-        """The model in its workers, if it lives there."""
+    def remote(self) -> RemoteStages | None:
+        """The stages in workers, if they live there."""
         return self._remote
 
+    def ask_workers(
+        self,
+        ask: Callable[_Parameters, Coroutine[Any, Any, _Answer]],
+        *args: _Parameters.args,
+        **options: _Parameters.kwargs,
+    ) -> _Answer:
+        """The result of ``ask``, a method of ``remote``. Blocks the calling thread until the workers have answered."""
+        self._pool.check()
+        return self._pool.call(ask(*args, **options))
+
     @property
-    def _away(self) -> RemoteModel | None:
+    def _away(self) -> RemoteStages | None:
         """Who has the values of the model, if this process has not. ``PipelineClosedError`` if nobody has them."""
         return self._remote if self._remote is not None and self._remote.has_left else None
 
@@ -124,7 +139,9 @@ class ModelProxy:
         workers, ``PipelineClosedError`` after closing, and for a ``StageFactory`` before opening.
         """
         self._parts.check_between_steps()
-        return self.module.state_dict() if (away := self._away) is None else away.state_dict()
+        if (away := self._away) is not None:
+            return self.ask_workers(away.state)
+        return self.module.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Load a state with the unsplit model's keys, from any device."""
@@ -132,7 +149,7 @@ class ModelProxy:
         if (away := self._away) is None:
             self.module.load_state_dict(state, strict=strict)
         else:
-            away.load_state_dict(state, strict=strict)
+            self.ask_workers(away.load_state, state, strict=strict)
 
     def save_pretrained(self, folder: str | PathLike[str], **options: Any) -> None:
         """Write a model of transformers, or the adapters of a ``PeftModel``, so that ``from_pretrained`` reads it.
@@ -156,14 +173,14 @@ class ModelProxy:
         """
         self._parts.check_between_steps()
         if (away := self._away) is not None:
-            return away.optimizer_states()
+            return self.ask_workers(away.optimizer_states)
         return optimizer_states(self._parts.resources.optimizers.values(), self.module)
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the pipeline's own optimizers copies of what ``optimizer_states`` returned, from any device."""
         self._parts.check_between_steps()
         if (away := self._away) is not None:
-            away.load_optimizer_states(states)
+            self.ask_workers(away.load_optimizer_states, states)
         elif self._remote is not None:
             raise PipelineClosedError(
                 "optimizers are made in the workers when the pipeline opens; use 'async with' first"

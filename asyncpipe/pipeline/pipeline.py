@@ -35,7 +35,6 @@ from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.pool_options import takes
 from asyncpipe.pipeline.profiling import resolve_auto
-from asyncpipe.pipeline.remote_model import RemoteModel
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
@@ -85,7 +84,6 @@ class Pipeline(ModelProxy):
         physical = set() if pool.on_hosts else {device.physical for device in self.devices}
         tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
         stages = None if pool.workers is None else RemoteStages(parts, self.devices, tenant, pool.workers)
-        self._remote_stages = stages
         if stages is not None and arguments.feed is not None and parts.takes is not take_all:
             raise OptionError(
                 "several stages of a traced model may take something of a mini-batch, which only this process knows; "
@@ -93,7 +91,7 @@ class Pipeline(ModelProxy):
             )
         self._tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None, stages=stages)
         self._feeding = Feeding(parts, self._tenancy)
-        super().__init__(parts, RemoteModel(pool, stages) if stages is not None else None)
+        super().__init__(parts, pool, stages)
 
     # Steps
 
@@ -235,8 +233,8 @@ class Pipeline(ModelProxy):
         """
         self._parts.graphs.change(find_schedule(schedule, order=order), self.microbatches, self.checkpoint)
         self._arguments = replace(self._arguments, schedule=schedule, order=order)
-        if self._remote is not None:
-            self._remote.change_schedule()
+        if self._remote is not None and self._pool.is_open:
+            self.ask_workers(self._remote.change_schedule)
 
     def change_share(self, share: Share) -> None:
         """Have ``share`` of the pool's devices from the next step on. From the loop of the pool.
@@ -245,7 +243,7 @@ class Pipeline(ModelProxy):
         """
         if share.job != self._tenancy.tenant.share.job:
             raise OptionError(f"the share is that of job {share.job!r}, not of {self._tenancy.tenant.share.job!r}")
-        if self._remote_stages is not None:
+        if self._remote is not None:
             raise OptionError("stages in workers keep the share with which the pipeline was loaded")
         self._tenancy.tenant.share = share
         self._arguments = replace(self._arguments, share=share)
@@ -253,8 +251,8 @@ class Pipeline(ModelProxy):
     @property
     def compiled(self) -> tuple[CompiledStage, ...]:
         """What was compiled of the stages so far, in their order; nothing of stages that no step has called yet."""
-        if self._remote_stages is not None:
-            return compiled_stages(self._remote_stages.compilations)
+        if self._remote is not None:
+            return compiled_stages(self._remote.compilations)
         compilers = [stage.compiler for stage in self.stages if stage.compiler is not None]
         return compiled_stages(each for compiler in compilers for each in tuple(compiler.compilations))
 

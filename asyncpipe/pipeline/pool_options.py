@@ -14,7 +14,6 @@ from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
-    from asyncpipe.core.engine.edge_shape import EdgeShape
     from asyncpipe.core.policies.policy import MakePolicy
     from asyncpipe.runtime.executor import Executor
     from asyncpipe.runtime.workers.launcher import Launcher
@@ -54,10 +53,6 @@ class PoolOptions:
     """Where workers of other machines reach a worker: the name of a network interface (``"eth0"``), one of its
     addresses, or a network that it is in (``"10.1.0.0/16"``). By default where the controller
     reaches it."""
-    edge_shapes: Mapping[tuple[str, str], EdgeShape] | None = None
-    """For tests and measurements: the latency and bandwidth of edges, by the names of the workers that they lead from
-    and to. So workers of one machine can stand for hosts. Others stay as they are; see ``asyncpipe.testing.reshape``.
-    Given, even if empty, it costs a thread more in each worker."""
     worker_path: Sequence[str] = ()
     """Folders in which workers look for modules before those of ``sys.path``."""
     executors: Callable[[str], Executor] | None = None
@@ -71,8 +66,6 @@ class PoolOptions:
         check_choice("transport", self.transport, ("shared_memory", "gloo", "nccl"))
         if not self.has_workers and self.transport != "shared_memory":
             raise OptionError(f"transport={self.transport!r} is for workers; leave it out, or use workers='processes'")
-        if not self.has_workers and self.edge_shapes is not None:
-            raise OptionError("edge_shapes are of edges between workers; leave them out, or use workers='processes'")
         if self.has_workers and self.executors is not None:
             raise OptionError("executors run tasks in this process; leave them out, or use workers='threads'")
 

@@ -187,7 +187,7 @@ class RemoteStages:
             addresses=paths.addresses(name, doors),
             transports=paths.transports,
             is_far=paths.is_far,
-            shapes=self._workers.edge_shapes,
+            shapes=self._workers.numbered_shapes(),
             settings=ProcessSettings.current(),
             share=self._tenant.share,
             pool=self._workers.pool_options,

@@ -12,7 +12,7 @@ from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.model_proxy import OPTIMIZER, ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.remote_model import RemoteModel
+from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, run_steps_blocking
@@ -37,10 +37,10 @@ class SyncPipeline(ModelProxy):
         parts: PipelineParts,
         tenancy: Tenancy,
         feeding: Feeding,
-        remote: RemoteModel | None = None,
+        remote: RemoteStages | None,
     ) -> None:
         """Made by ``Pipeline.sync``."""
-        super().__init__(parts, remote)
+        super().__init__(parts, tenancy.pool, remote)
         self._pipeline = pipeline
         self._tenancy = tenancy
         self._feeding = feeding

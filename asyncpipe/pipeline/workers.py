@@ -42,7 +42,7 @@ STARTS = 3
 
 _LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {"ray": RayWorkers, "torchrun": TorchrunWorkers}
 
-_OF_THE_CONTROLLER = ("loop", "workers", "transport", "interface", "edge_shapes", "worker_path", "executors")
+_OF_THE_CONTROLLER = ("loop", "workers", "transport", "interface", "worker_path", "executors")
 """Options of a pool that a worker's pool does not have."""
 
 
@@ -103,7 +103,9 @@ class Workers:
         self.numbers: dict[str, int] = {}
         """By name of a worker, its number among the pool's."""
         self._pipelines = count()
-        self._shapes = None if options.edge_shapes is None else dict(options.edge_shapes)
+        self.edge_shapes: dict[tuple[str, str], EdgeShape] | None = None
+        """Of edges that are slower than they are, by the names of the workers that they lead from and to; ``None`` if
+        all stay as they are. Only ``asyncpipe.testing.shape_edges`` sets it, before the pool opens."""
         self._options = options
         self._group = WorkerGroup(
             _launcher(options.workers), ENTRY, received=self._received, lost=self._lost, path=options.worker_path
@@ -139,23 +141,22 @@ class Workers:
         """How tensors get from one worker to another."""
         return self._options.transport
 
-    @property
-    def edge_shapes(self) -> Mapping[tuple[int, int], EdgeShape] | None:
-        """By the numbers of the workers that are known; ``None`` if edges stay as they are."""
-        if self._shapes is None:
+    def numbered_shapes(self) -> Mapping[tuple[int, int], EdgeShape] | None:
+        """``edge_shapes`` by the numbers of the workers that are known."""
+        if self.edge_shapes is None:
             return None
         numbers = self.numbers
         return {
             (numbers[sender], numbers[receiver]): shape
-            for (sender, receiver), shape in self._shapes.items()
+            for (sender, receiver), shape in self.edge_shapes.items()
             if sender in numbers and receiver in numbers
         }
 
     async def reshape(self, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
         """Give edges other shapes: those that are there, and those of later pipelines."""
-        if self._shapes is None:
-            raise OptionError("edges are reshaped in a pool that was given edge_shapes, if only an empty mapping")
-        self._shapes.update(shapes)
+        if self.edge_shapes is None:
+            raise OptionError("edges are reshaped in a pool that shape_edges was called for before it opened")
+        self.edge_shapes.update(shapes)
         receivers = {receiver for _, receiver in shapes} & self.up.keys()
         await asyncio.gather(*(self.up[each].ask(ReshapeEdges(shapes), urgent=True) for each in receivers))
 

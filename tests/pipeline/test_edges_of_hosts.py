@@ -14,7 +14,7 @@ from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.observe.pictures.trace import to_chrome
 from asyncpipe.pipeline import workers
-from asyncpipe.testing import EdgeShape, EdgeState, reshape
+from asyncpipe.testing import EdgeShape, EdgeState, reshape, shape_edges
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -27,7 +27,7 @@ LATENCY = 0.01
 def pool():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "ENTRY", "host_launcher:serve_with_another_clock")
-        pool = DevicePool(workers=OnHosts(HOSTS), edge_shapes={})
+        pool = shape_edges(DevicePool(workers=OnHosts(HOSTS)))
     asyncio.run(pool.__aenter__())
     yield pool
     asyncio.run(pool.aclose())
@@ -192,14 +192,13 @@ async def test_a_cut_edge_ends_the_step_with_its_name_and_the_next_pipeline_has_
 
 
 async def test_edges_are_shaped_only_where_that_was_asked_for():
-    with pytest.raises(OptionError, match="edge_shapes are of edges between workers"):
-        DevicePool(edge_shapes={})
-    async with DevicePool() as threads:
-        with pytest.raises(OptionError, match="this pool has none"):
-            await reshape(threads, {})
+    with pytest.raises(OptionError, match="this pool has none"):
+        shape_edges(DevicePool())
     async with DevicePool(workers="processes") as workers:
-        with pytest.raises(OptionError, match="a pool that was given edge_shapes"):
+        with pytest.raises(OptionError, match="a pool that shape_edges was called for"):
             await reshape(workers, {})
+        with pytest.raises(OptionError, match="before the pool opens"):
+            shape_edges(workers)
     for latency, bandwidth in ((-1, 1), (float("inf"), 1), (0, 0)):
         with pytest.raises(OptionError, match="an edge's latency is"):
             EdgeShape(latency, bandwidth)

@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncpipe.errors import BatchError, JobFileError, WorkerLostError
 from asyncpipe.ops.model.feed import Feed
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.pipeline.remote_model import RemoteModel
+from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.train.entry import find_entry
 from asyncpipe.train.job_file import Job, load_job
 from asyncpipe.train.progress import StepProgress, TrainingSummary
@@ -173,18 +173,18 @@ async def test_a_run_with_a_feed_goes_on_at_its_step(tmp_path, pool):
 
 
 async def test_a_worker_that_is_lost_while_it_writes_leaves_nothing_of_that_snapshot(tmp_path, pool, monkeypatch):
-    write, left = RemoteModel.write_copies, [1]
+    write, left = RemoteStages.write_copies, [1]
 
-    def lose(self: RemoteModel, folder: Path) -> dict[str, str]:
+    async def lose(self: RemoteStages, folder: Path) -> dict[str, str]:
         if not left:
             os.kill(pool.workers.up["b"].pid, signal.SIGKILL)
         left.clear()
-        return write(self, folder)
+        return await write(self, folder)
 
     whole_run = await run(job_of(tmp_path / "whole"), None)
     told, job = Told(), job_of(tmp_path / "lost", every=2)
     with monkeypatch.context() as patched:
-        patched.setattr(RemoteModel, "write_copies", lose)
+        patched.setattr(RemoteStages, "write_copies", lose)
         with pytest.raises(WorkerLostError, match="'b' was killed by SIGKILL"):
             await run(job, pool, told=told)
     assert names(tmp_path / "lost") == ["step-2"]

@@ -168,7 +168,7 @@ class Resident:
             if receiver != self._worker or numbers.get(sender) not in self._edges.into:
                 continue
             if self._shaped is None:
-                raise OptionError("edges are reshaped in a pool that was given edge_shapes, if only an empty mapping")
+                raise OptionError("edges are reshaped in a pool that shape_edges was called for before it opened")
             self._shaped.reshape(numbers[sender], shape)
             if shape.state is EdgeState.CUT:
                 self._edges.into[numbers[sender]].sever()

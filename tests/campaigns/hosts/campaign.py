@@ -32,7 +32,7 @@ from run_helpers import assert_same_end
 from torch import Generator, nn
 
 from asyncpipe.runtime.watchdog import Watchdog
-from asyncpipe.testing import EdgeShape, EdgeState, reshape
+from asyncpipe.testing import EdgeShape, EdgeState, reshape, shape_edges
 from asyncpipe.train import lasting_run
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
@@ -157,9 +157,9 @@ class Campaign(ProgressSink):
 
     async def run(self) -> None:
         """All rounds. Raises ``AssertionError`` unless all is as it should be."""
-        with pytest.MonkeyPatch.context() as patched, self._hosts.pool(edge_shapes={}) as pool:
+        with pytest.MonkeyPatch.context() as patched, self._hosts.pool() as pool:
             patched.setattr(lasting_run, "LONGEST_PAUSE", 0.1)
-            self._pool = pool
+            self._pool = shape_edges(pool)
             async with pool, Watchdog(pool.driver, floor=FLOOR):
                 self._run = LastingRun(self._job("struck"), self._workload, progress=self, pool=pool)
                 try:
