@@ -33,9 +33,9 @@ from torch import nn
 from asyncpipe import Costs, DevicePool, Pipeline, Share
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.idle_reasons import IdleReason
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector, serve_metrics
-from asyncpipe.observe.metrics.idle_time import IdleReason
 from asyncpipe.testing import EmulatedExecutor
 from dashboards.rules import ALERTS, rules_yaml
 

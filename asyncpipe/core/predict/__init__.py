@@ -6,6 +6,7 @@ May import the rest of the core. Read in this order:
 - ``topology.py``: hosts, devices of different speed, links between them, and costs on these;
 - ``simulate.py``: one step, steps that overlap, or several jobs, through the real scheduler on virtual time;
 - ``report.py``: bubble, utilisation and peaks of a simulated or real step, and how soon steps follow each other;
+- ``idle_reasons.py``: why devices were idle, and what each task waited for; ``ideal_bubble.py``: the schedule's bubble;
 - ``memory.py``: the bytes of a step on each device;
 - ``at_scale.py``: steps too large for a task graph, on a topology;
 - ``balance.py``: layers split into stages of even cost;

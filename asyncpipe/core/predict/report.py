@@ -72,6 +72,8 @@ class Report:
     """By device: when another job had it and this one computed nothing there, as (begin, end), in their order."""
     began: float = 0.0
     """When the step began, on the clock of its tasks."""
+    origin: float = 0.0
+    """When that clock began, on the clock of the journal."""
 
     @property
     def end(self) -> float:
@@ -193,6 +195,7 @@ def _report(record: StepRecord, origin: float) -> Report:
         compilations=tuple(record.notes.compilations),
         taken=_taken(record, origin, times),
         began=began,
+        origin=origin,
     )
 
 

@@ -7,12 +7,9 @@ from typing import Any
 
 from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.predict.idle_reasons import stage_idle
 from asyncpipe.core.predict.report import Report, TaskTime
 from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.observe.metrics.fold import fold
-from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
-from asyncpipe.observe.metrics.idle_time import IdleReason
-from asyncpipe.observe.metrics.step_arrays import StepArrays
 from asyncpipe.observe.pictures.timeline import kinds_of, shade
 
 __all__ = ["MOST_TASKS", "rounded", "step_data", "timeline_data"]
@@ -21,24 +18,23 @@ MOST_TASKS = 2_000
 """Tasks of the largest timeline that is drawn. More would be a few pixels each, and slow to draw for the browser."""
 
 
-def step_data(record: StepRecord, result: Report, arrays: GraphArraysCache) -> dict[str, Any]:
-    """The key figures of a step; ``idle`` are shares of its time by reason."""
+def step_data(record: StepRecord, result: Report, ideal: float | None) -> dict[str, Any]:
+    """The key figures of a step; ``busy`` and ``idle`` (by reason) are shares of its time, ``ideal`` a bubble."""
     graph = record.graph
-    counted = fold([StepArrays(record, 0.0)], arrays.of(graph)).counters
-
-    def share(name: str, *labels: str) -> float | None:
-        seconds = counted.get(f"stage_{name}_seconds", {}).get(labels, 0.0)
-        return rounded(seconds / result.seconds) if result.seconds else 0.0
-
     devices = [graph.devices[number] for number in graph.placement]
     stages = [
         {
             "device": device,
-            "busy": share("busy", str(stage), device),
-            "idle": {reason.value: share("idle", str(stage), device, reason.value) for reason in IdleReason},
+            "busy": rounded(busy),
+            "idle": {
+                reason.value: rounded(seconds / result.seconds if result.seconds else 0.0)
+                for reason, seconds in idle.items()
+            },
             "in_flight": peak if graph.training else None,
         }
-        for stage, (device, peak) in enumerate(zip(devices, result.peak_in_flight, strict=True))
+        for device, busy, idle, peak in zip(
+            devices, result.stage_utilization, stage_idle(record, result), result.peak_in_flight, strict=True
+        )
     ]
     return {
         "number": record.step,
@@ -47,7 +43,7 @@ def step_data(record: StepRecord, result: Report, arrays: GraphArraysCache) -> d
         "microbatches": graph.shape.microbatches,
         "seconds": rounded(result.seconds),
         "bubble": rounded(result.bubble_ratio),
-        "ideal": rounded(arrays.ideal_bubble(graph, make=True)),
+        "ideal": rounded(ideal),
         "stages": stages,
         "devices": [{"name": name, "busy": rounded(busy)} for name, busy in result.device_utilization.items()],
     }

@@ -18,13 +18,13 @@ from threading import Lock
 from typing import Any
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted
+from asyncpipe.core.predict.ideal_bubble import IdealBubbles
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerChange
 from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostError
 from asyncpipe.observe.live.step_data import rounded, step_data, timeline_data
 from asyncpipe.observe.live.workers_data import SeenWorkers
-from asyncpipe.observe.metrics.graph_arrays import GraphArraysCache
 
 __all__ = ["LiveView", "Series"]
 
@@ -66,7 +66,7 @@ class LiveView:
         """The number, the data and the timeline of the newest step that a snapshot was taken of."""
         self._bubbles = Series(2)
         """(training step, bubble) of the steps that snapshots were taken of."""
-        self._arrays = GraphArraysCache()
+        self._ideals = IdealBubbles()
 
     def go_on(self, step: int, earlier: Sequence[tuple[int, float, float, int, int]] = ()) -> None:
         """Begin behind ``step`` training steps of runs before this one.
@@ -136,7 +136,10 @@ class LiveView:
             if newest is not None and newest[0] > number:
                 number, record = newest
                 result = report(record)
-                step, timeline = step_data(record, result, self._arrays), timeline_data(record.graph, result)
+                step, timeline = (
+                    step_data(record, result, self._ideals.of(record.graph)),
+                    timeline_data(record.graph, result),
+                )
                 self._shown = (number, step, timeline)
                 self._bubbles.add(recent[-1][0] if recent else number, result.bubble_ratio)
             bubbles = self._bubbles.points()

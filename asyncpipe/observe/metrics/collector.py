@@ -31,6 +31,7 @@ from prometheus_client.registry import Collector
 
 from asyncpipe import __version__
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.predict.ideal_bubble import IdealBubbles
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerChange, WorkerState
 from asyncpipe.errors import OptionError
@@ -65,6 +66,7 @@ class PipelineCollector(Collector):
         self.job = job
         self._waiting: deque[StepArrays] = deque()
         self._arrays = GraphArraysCache()
+        self._ideals = IdealBubbles()
         self._totals = Totals()
         self._lock = Lock()
         """Guards ``_totals``; nothing is folded and no family is built while it is held."""
@@ -147,7 +149,7 @@ class PipelineCollector(Collector):
         for graph, steps in by_graph.items():
             change = fold(steps, self._arrays.of(graph))
             if "bubble_ratio" in change.gauges:
-                ideal = self._arrays.ideal_bubble(graph, make=scraping)
+                ideal = self._ideals.of(graph, simulating=scraping)
                 change.set("ideal_bubble_ratio", {} if ideal is None else {(): ideal}, change.gauges["bubble_ratio"][0])
             with self._lock:
                 self._totals.merge(change)

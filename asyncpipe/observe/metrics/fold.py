@@ -6,7 +6,7 @@ The times of one task, and what they are counted as::
         ┊         ┊◀──────── queue ──────────▶├───── duration ────┤
         └ the last of the task's inputs was computed, then copied to the task's device
 
-``idle_time.py`` splits the gaps between the tasks of a device. Sums and buckets are indexed by the positions of labels
+``idle_time.py`` divides the gaps between the tasks of a device. Sums and buckets are indexed by the positions of labels
 in ``GraphArrays``, so a label is looked up once a series and not once a task.
 """
 
@@ -47,7 +47,7 @@ def fold(steps: Sequence[StepArrays], arrays: GraphArrays) -> Totals:
     change = Totals()
     started, ended = _stacked(steps, "started", inf), _stacked(steps, "ended", -inf)
     inputs = _input_times(steps, arrays, started, ended)
-    times = _TaskTimes(started, ended, inputs.arrived)
+    times = _TaskTimes(started, ended, inputs.there)
     _count(change, steps, arrays, times)
     _add_seconds(change, steps, arrays, times)
     busy, idle = device_time(arrays, started, ended, inputs, [step.taken for step in steps])
@@ -79,7 +79,7 @@ def _input_times(steps: Sequence[StepArrays], arrays: GraphArrays, started: Floa
     made[:, arrays.copies] = arrived[:, arrays.copies]
     produced = arrived.copy()
     produced[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), 0.0)
-    landed = None
+    landed = produced
     if any(len(step.waited) for step in steps):
         came = _messages_came(steps, ended)
         np.maximum(arrived, came, out=arrived)
@@ -87,7 +87,7 @@ def _input_times(steps: Sequence[StepArrays], arrays: GraphArrays, started: Floa
         landed = np.maximum(produced, came)
         landed[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), landed[:, arrays.fed])
     made[:, arrays.copies] = _copies_begun(arrays, started, ended, arrived)
-    sent = (produced if landed is None else landed).copy()
+    sent = landed.copy()
     sent[:, arrays.fed] = np.maximum(arrays.fed_reads.latest(made), sent[:, arrays.fed])
     for row, step in enumerate(steps):
         for task, opened in step.opened:

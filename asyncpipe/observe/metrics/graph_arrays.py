@@ -20,9 +20,6 @@ from numpy.typing import NDArray
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import COPY_KINDS, TaskKind
-from asyncpipe.core.predict.report import report
-from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.errors import AsyncpipeError
 
 __all__ = ["Floats", "GraphArrays", "GraphArraysCache", "Numbers", "Segments", "in_order", "summed"]
 
@@ -31,8 +28,6 @@ Numbers = NDArray[np.intp]
 
 HOST = "host"
 """Where offloaded activations are, as a label."""
-MOST_SIMULATED = 50_000
-"""The ideal bubble of graphs with more tasks than this is not computed."""
 
 _Label = TypeVar("_Label", bound=Hashable)
 
@@ -103,14 +98,13 @@ def _route(graph: TaskGraph, task: Task) -> tuple[str, str]:
 
 
 class GraphArraysCache:
-    """The arrays and the ideal bubble of each graph, kept as long as the graph lives.
+    """The arrays of each graph, kept as long as the graph lives.
 
     Any thread may call it; two threads that ask at once may both compute the same arrays.
     """
 
     def __init__(self) -> None:
         self._arrays: WeakKeyDictionary[TaskGraph, GraphArrays] = WeakKeyDictionary()
-        self._ideals: WeakKeyDictionary[TaskGraph, float] = WeakKeyDictionary()
 
     def of(self, graph: TaskGraph) -> GraphArrays:
         """The arrays of ``graph``; the first call takes about 3 µs a task."""
@@ -118,20 +112,6 @@ class GraphArraysCache:
         if arrays is None:
             arrays = self._arrays[graph] = GraphArrays(graph)
         return arrays
-
-    def ideal_bubble(self, graph: TaskGraph, *, make: bool) -> float | None:
-        """The bubble of ``graph`` with even stages and free copies; ``None`` if it is not known.
-
-        With ``make`` it is found by a simulation (15 µs a task, the first time), unless the graph is too large.
-        """
-        ideal = self._ideals.get(graph)
-        if ideal is None and make and len(graph.tasks) <= MOST_SIMULATED:
-            try:
-                ideal = self._ideals[graph] = report(simulate(graph)).bubble_ratio
-            except AsyncpipeError:
-                # A user's faulty rule fails the steps that use it; it must not fail a scrape as well.
-                return None
-        return ideal
 
 
 def summed(values: Floats, position: Numbers, length: int) -> Floats:

@@ -1,59 +1,29 @@
-"""Why devices were idle: every gap of a compute lane, split by what the next task waited for.
-
-The copies that a task reads divide the gap before it into parts::
-
-    before ends      producer ends   message is here   copy begins   copy ends      task starts
-    ─────┤                 ┊              ┊                ┊            ┊              ├─────
-         │◀─ dependency ──▶│◀─── edge ───▶│◀── dispatch ──▶│◀── copy ──▶│◀─ dispatch ─▶│
-
-Only what another worker has made has an edge to cross. A copy begins when it is dispatched, even if it then waits for
-earlier copies of its lane. What of a wait for the dispatch another job had the device is *shared*, and no fault of the
-scheduler. The time after the last task of a device is the drain. Busy and idle seconds of a device add
-up to the step. A gap is counted for the stage of the task that ends it, the drain for the stage of the last task.
-"""
+"""Busy and idle seconds of devices, summed over many steps at once: ``core/predict/idle_reasons.py`` with arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.predict.idle_reasons import DividedGap, IdleReason, divide_gap
 from asyncpipe.observe.metrics.graph_arrays import Floats, GraphArrays, Numbers, in_order, summed
 
-__all__ = ["IdleReason", "InputTimes", "device_time"]
+__all__ = ["Account", "InputTimes", "device_time"]
 
-
-class IdleReason(StrEnum):
-    """What a compute lane waited for."""
-
-    DEPENDENCY = "dependency"
-    """Another device, or the caller's part of a backward, had not yet computed what the next task reads."""
-    EDGE = "edge"
-    """It was computed in another worker and on its way to this one."""
-    COPY = "copy"
-    """It was computed and being copied."""
-    SHARED = "shared"
-    """All inputs were there, and another job had the device."""
-    DISPATCH = "dispatch"
-    """All inputs were there and no other job had the device, and the task or the copy before it had not begun."""
-    DRAIN = "drain"
-    """The device had no task left in this step."""
+Account = tuple[Floats, Floats]
+"""Moments, in seconds since the step was submitted, and for how long others had had a lane until then."""
 
 
 class InputTimes(NamedTuple):
-    """When the last input of each task was where."""
+    """When the last input of each task was where, as in ``DividedGap``; arrays of shape (steps, tasks + 1)."""
 
-    produced: Floats
-    """Computed."""
-    landed: Floats | None
-    """In the task's worker; ``None`` if that is so at once, as nothing comes from another one."""
-    sent: Floats
-    """Taken by its copy."""
-    arrived: Floats
-    """On the task's device."""
+    made: Floats
+    landed: Floats
+    left: Floats
+    there: Floats
 
 
 def device_time(
@@ -61,7 +31,7 @@ def device_time(
     started: Floats,
     ended: Floats,
     inputs: InputTimes,
-    taken: Sequence[Mapping[Lane, tuple[Floats, Floats]]],
+    taken: Sequence[Mapping[Lane, Account]],
 ) -> tuple[Floats, dict[IdleReason, Floats]]:
     """Busy and idle seconds of the devices, summed over k steps of one graph, by position in ``GraphArrays.places``.
 
@@ -72,53 +42,34 @@ def device_time(
     tasks, cells, before, after = in_order(arrays.compute, started, ended)
     # Clocks of threads and devices differ a little: time in which two tasks seem to overlap is counted once.
     begin = np.minimum(np.maximum(started.ravel()[cells], before), after)
-    made = np.minimum(np.maximum(inputs.produced.ravel()[cells], before), begin)
-    there = np.minimum(np.maximum(inputs.arrived.ravel()[cells], made), begin)
-    landed = made if inputs.landed is None else np.minimum(np.maximum(inputs.landed.ravel()[cells], made), there)
-    left = np.minimum(np.maximum(inputs.sent.ravel()[cells], landed), there)
+    made, landed, left, there = (times.ravel()[cells] for times in inputs)
+    gap = DividedGap(before, made, landed, left, there, begin)
+    gap = divide_gap(gap, larger=np.maximum, smaller=np.minimum)
     places = arrays.place[tasks].ravel()
 
     def total(seconds: Floats) -> Floats:
         return summed(seconds.ravel(), places, len(arrays.places))
 
-    shared = _shared(arrays, taken, (landed, left), (there, begin))
-    return total(after - begin), {
-        IdleReason.DEPENDENCY: total(made - before),
-        IdleReason.EDGE: np.zeros(len(arrays.places)) if landed is made else total(landed - made),
-        IdleReason.COPY: total(there - left),
-        IdleReason.SHARED: np.zeros(len(arrays.places)) if shared is None else total(shared),
-        IdleReason.DISPATCH: total((left - landed) + (begin - there) - (0.0 if shared is None else shared)),
-        IdleReason.DRAIN: _drained(arrays, tasks, ended, after[:, :, -1]),
-    }
+    idle = {reason: total(seconds) for reason, seconds in gap.seconds(_shared(arrays, taken, gap)).items()}
+    idle[IdleReason.DRAIN] = _drained(arrays, tasks, ended, after[:, :, -1])
+    return total(after - begin), idle
 
 
-def _shared(
-    arrays: GraphArrays,
-    taken: Sequence[Mapping[Lane, tuple[Floats, Floats]]],
-    copies: tuple[Floats, Floats],
-    compute: tuple[Floats, Floats],
-) -> Floats | None:
-    """The seconds in which others had the device that each task, or a copy for it, waited for; ``None`` if nobody did.
+def _shared(arrays: GraphArrays, taken: Sequence[Mapping[Lane, Account]], gap: DividedGap) -> Floats:
+    """The seconds in which others had the device while each task, or a copy for it, waited for its dispatch.
 
-    A wait is (since, until), of the shape (steps, devices, tasks). What computes waits for the lane that computes, and
-    copies for any: on a CPU one thread serves all lanes.
+    What computes waits for the lane that computes, and copies for any: on a CPU one thread serves all lanes.
     """
-    if not any(taken):
-        return None
-    found = [np.zeros_like(copies[0]) for _ in range(2)]
+    copies, compute = np.zeros_like(gap.free), np.zeros_like(gap.free)
     for step, accounts in enumerate(taken):
         for lane, account in accounts.items():
-            row = arrays.devices.index((lane.device,))
-            found[0][step, row] += _within(account, copies[0][step, row], copies[1][step, row])
+            row = step, arrays.devices.index((lane.device,))
+            copies[row] += np.interp(gap.left[row], *account) - np.interp(gap.landed[row], *account)
             if lane.queue is Queue.COMPUTE:
-                found[1][step, row] += _within(account, compute[0][step, row], compute[1][step, row])
+                compute[row] += np.interp(gap.begins[row], *account) - np.interp(gap.there[row], *account)
     # Lanes may have been taken at the same time.
-    waits = (copies, compute)
-    return np.add(*(np.clip(each, 0.0, until - since) for each, (since, until) in zip(found, waits, strict=True)))
-
-
-def _within(account: tuple[Floats, Floats], since: Floats, until: Floats) -> Floats:
-    return np.interp(until, *account) - np.interp(since, *account)
+    shared: Floats = np.minimum(copies, gap.left - gap.landed) + np.minimum(compute, gap.begins - gap.there)
+    return shared
 
 
 def _drained(arrays: GraphArrays, tasks: Numbers, ended: Floats, last: Floats) -> Floats:

@@ -1,7 +1,7 @@
 """Pictures of a step, or of several on one time axis, from their records, which may be measured or simulated.
 
 - ``timeline.py``: as text, for terminals; also what all timelines share: rows, labels, shades, units
-- ``svg.py``: as an SVG picture; ``waits.py``: what each task waited for
+- ``svg.py``: as an SVG picture
 - ``html.py``: several steps compared on one page, from the template ``comparison.html``
 - ``trace.py``: as a Chrome trace for Perfetto, with ``trace_counters.py`` and ``trace_tracks.py``
 

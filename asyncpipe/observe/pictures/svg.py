@@ -23,6 +23,7 @@ from itertools import chain
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.idle_reasons import Wait, waits
 from asyncpipe.core.predict.report import Report, TaskTime, reports
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.pictures.timeline import (
@@ -37,7 +38,6 @@ from asyncpipe.observe.pictures.timeline import (
     summary,
     ticks,
 )
-from asyncpipe.observe.pictures.waits import Wait, waits
 
 __all__ = ["PictureScale", "common_scale", "has_few_copies", "svg_timeline"]
 
@@ -185,7 +185,7 @@ def _shown_steps(records: Sequence[StepRecord]) -> list[_ShownStep]:
     for record, result in zip(records, reports(records), strict=True):
         rows = lane_rows(result, record.graph, copies=True)
         name = f"step {record.step}, " if len(records) > 1 else ""
-        shown.append(_ShownStep(record.graph, result, rows, waits(result, record.graph, earlier), name))
+        shown.append(_ShownStep(record.graph, result, rows, waits(record, result, earlier), name))
         earlier |= {lane: times[-1].end for lane, times in rows.items() if times}
     return shown
 
@@ -253,7 +253,7 @@ def _tasks(step: _ShownStep, layout: _Layout, longest: float, *, virtual: bool) 
         yield f'<g text-anchor="middle" fill="{INK}">'
         for time in times:
             x, width = layout.x(time.start), time.seconds * layout.per_second
-            story = step.name + _story(time, step.waited.get(time.task.number), longest, virtual=virtual)
+            story = step.name + _story(time, step.waited[time.task.number], longest, virtual=virtual)
             stages = mates[graph.placement[time.task.stage]]
             colour = shade(time.task.kind, stages.index(time.task.stage), len(stages))
             corners = ' rx="1.5"' if width > 6 else ""
@@ -265,18 +265,19 @@ def _tasks(step: _ShownStep, layout: _Layout, longest: float, *, virtual: bool) 
         yield "</g>"
 
 
-def _story(time: TaskTime, waited: Wait | None, longest: float, *, virtual: bool) -> str:
+def _story(time: TaskTime, waited: Wait, longest: float, *, virtual: bool) -> str:
     """The text that hovering over a task shows: when it ran, and what it waited for."""
 
     def shown(seconds: float) -> str:
         return format_time(seconds, longest, virtual=virtual)
 
     text = f"{time.task.id}: {shown(time.start)} to {shown(time.end)} on {time.task.lane}"
-    if waited is None:
+    if not waited.name:
         return text
     text += f"\nwaited for {waited.name} until {shown(waited.until)}"
     queue = "device" if time.task.lane.queue is Queue.COMPUTE else time.task.lane.queue.value
-    return text if waited.idle <= longest * 1e-9 else f"{text}, {queue} idle for {shown(waited.idle)}"
+    idle = sum(waited.idle.values())
+    return text if idle <= longest * 1e-9 else f"{text}, {queue} idle for {shown(idle)}"
 
 
 def _band(lane: Lane, layout: _Layout) -> tuple[float, float]:

@@ -19,7 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncpipe import observe
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.predict import ideal_bubble
 from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.idle_reasons import IdleReason
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.compilations import Compilation
@@ -28,9 +30,8 @@ from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, Worke
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.metrics import PipelineCollector, graph_arrays, serve_metrics
+from asyncpipe.observe.metrics import PipelineCollector, serve_metrics
 from asyncpipe.observe.metrics import collector as metrics
-from asyncpipe.observe.metrics.idle_time import IdleReason
 
 ALLOWED_LABELS = {"job", "stage", "device", "worker", "kind", "reason", "src", "dst", "outcome", "le", "version"}
 
@@ -188,7 +189,7 @@ def test_an_ideal_that_is_not_known_does_not_stay_that_of_another_graph(
 ) -> None:
     collector.step_completed(simulate(lowered()))
     assert value(registry, "ideal_bubble_ratio") is not None
-    monkeypatch.setattr(graph_arrays, "MOST_SIMULATED", 1)
+    monkeypatch.setattr(ideal_bubble, "MOST_SIMULATED", 1)
     collector.step_completed(simulate(lowered("1f1b")))
     assert value(registry, "ideal_bubble_ratio") is None
 

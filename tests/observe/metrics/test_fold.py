@@ -33,14 +33,15 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict import ideal_bubble
 from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.ideal_bubble import IdealBubbles
 from asyncpipe.core.predict.report import Report, TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.observe.metrics import graph_arrays
 from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArrays, GraphArraysCache, Segments
 from asyncpipe.observe.metrics.metric_table import HISTOGRAMS
@@ -402,9 +403,10 @@ def test_graph_arrays_are_made_once_and_go_with_their_graph() -> None:
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
     arrays = arrays_cache.of(graph)
     assert arrays_cache.of(graph) is arrays
-    assert arrays_cache.ideal_bubble(graph, make=False) is None
-    assert arrays_cache.ideal_bubble(graph, make=True) == pytest.approx(1 / 3)
-    assert arrays_cache.ideal_bubble(graph, make=False) == pytest.approx(1 / 3)
+    ideals = IdealBubbles()
+    assert ideals.of(graph, simulating=False) is None
+    assert ideals.of(graph) == pytest.approx(1 / 3)
+    assert ideals.of(graph, simulating=False) == pytest.approx(1 / 3)
     gone = weakref.ref(graph)
     del graph
     gc.collect()
@@ -413,5 +415,5 @@ def test_graph_arrays_are_made_once_and_go_with_their_graph() -> None:
 
 def test_the_ideal_is_left_out_for_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
-    monkeypatch.setattr(graph_arrays, "MOST_SIMULATED", len(graph.tasks) - 1)
-    assert GraphArraysCache().ideal_bubble(graph, make=True) is None
+    monkeypatch.setattr(ideal_bubble, "MOST_SIMULATED", len(graph.tasks) - 1)
+    assert IdealBubbles().of(graph) is None

@@ -13,6 +13,7 @@ from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
+from asyncpipe.core.predict.idle_reasons import IdleReason, stage_idle, waits
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
 from asyncpipe.core.records.step_notes import StepNotes
@@ -21,12 +22,10 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArrays
-from asyncpipe.observe.metrics.idle_time import IdleReason
 from asyncpipe.observe.metrics.step_arrays import StepArrays
 from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.timeline import text_timeline
 from asyncpipe.observe.pictures.trace import to_chrome
-from asyncpipe.observe.pictures.waits import waits
 
 
 def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str = "never") -> TaskGraph:  # noqa: B008
@@ -40,10 +39,14 @@ def busy(record: StepRecord) -> dict[tuple[int, str], float]:
 
 
 def idle(record: StepRecord) -> dict[tuple[int, str, IdleReason], float]:
-    """Seconds by stage, device and reason, where there are any."""
+    """Seconds by stage, device and reason, where there are any; the same in metrics, pictures and page."""
     found = fold([StepArrays(record, 0.0)], GraphArrays(record.graph)).counters["stage_idle_seconds"]
     assert min(found.values()) >= 0
     assert {reason for _, _, reason in found} == set(IdleReason)
+    for stage, shown in enumerate(stage_idle(record, report(record))):
+        for reason, seconds in shown.items():
+            counted = sum(value for (at, _, why), value in found.items() if (at, why) == (str(stage), reason))
+            assert seconds == pytest.approx(counted, abs=1e-9), (stage, reason)
     return {
         (int(stage), device, IdleReason(reason)): seconds
         for (stage, device, reason), seconds in found.items()
@@ -148,7 +151,7 @@ def test_what_is_on_its_way_between_workers_is_an_edge() -> None:
         (0, "dev:0", IdleReason.DISPATCH): 1.0,
     }
     assert report(record).arrived == {onward: 11.75 - 10, back: 6.0, numbers[-1]: 7.0}
-    told = waits(report(record), graph)
+    told = waits(record, report(record))
     assert (told[onward].name, told[onward].until) == ("F(0,0) of another worker, on its way", 1.75)
 
 
@@ -254,7 +257,9 @@ def test_pictures_show_where_another_job_had_the_device() -> None:
     assert idle(record) == {(0, "dev:0", IdleReason.SHARED): 3.0, (0, "dev:0", IdleReason.DISPATCH): 1.0}
     result = report(record)
     assert result.taken == {"dev:0": ((2.0, 5.0),)}
-    assert waits(result, graph)[1] == ("another job, which had the device", 5.0, 4.0)
+    told = waits(record, result)[1]
+    assert (told.name, told.until) == ("another job, which had the device", 5.0)
+    assert told.idle[IdleReason.SHARED] == 3.0
     text = text_timeline(record, virtual=True)
     assert "dev:0  F0─── ░░░░░░░░░···F1" in text
     assert "░ another job had the device" in text
