@@ -1,43 +1,14 @@
 """Times of a device become times of the host, whatever its clock shows and however busy its streams are."""
 
-import time
-
 import pytest
 import torch
 
 from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.ops.device import device_clock
-from asyncpipe.ops.device.streams import AcceleratorStream
 from tests.emulated import device as emu
 from tests.emulated.helpers import X, layers, piped
 
 DEVICE = torch.device("emu:0")
-
-
-def measured(stream):
-    """Start and end by the clock, and what they may be by the host."""
-    before = time.perf_counter()
-    timing = stream.begin()
-    timing.end()
-    after = time.perf_counter()
-    return (*timing.wait(), before, after)
-
-
-@pytest.mark.parametrize("offset", [-1e6, 0.0, 1e6])
-def test_a_clock_has_an_origin_of_its_own(offset):
-    emu._state.offset = offset
-    start, end, before, after = measured(AcceleratorStream(DEVICE))
-    assert before - 1e-3 < start <= end < after + 1e-3
-
-
-def test_a_busy_stream_does_not_shift_the_clock():
-    """Not the lane's stream is read, but one on which nothing waits."""
-    lane = AcceleratorStream(DEVICE)
-    with emu.hold(lane.stream):
-        timing = lane.begin()
-        timing.end()
-    assert abs(timing.wait()[0] - time.perf_counter()) < 1.0
-    assert device_clock.clock_of(DEVICE)._stream is not lane.stream
 
 
 def test_lanes_of_a_device_share_a_clock_and_tasks_are_in_order(monkeypatch):

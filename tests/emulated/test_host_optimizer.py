@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from asyncpipe import Batch
-from asyncpipe.errors import OptionError, TaskError
 from asyncpipe.ops.execute.optimizer_states import set_learning_rate
 from tests.emulated import device as emu
 from tests.emulated.helpers import TARGET, X, layers, piped
@@ -91,18 +90,3 @@ def test_the_device_has_no_states():
         del model, states
     assert held[False] >= 3 * size
     assert held[True] < 1.5 * size
-
-
-def test_a_step_that_fails_updates_nothing():
-    model = layers()
-
-    def bad(output, target):
-        raise ArithmeticError("broken")
-
-    with piped(model, ["emu:0"], optimizer=ADAM, optimizer_on_host=True, loss_fn=bad) as pipe:
-        before = [parameter.detach().cpu() for parameter in model.parameters()]
-        with pytest.raises(TaskError):
-            pipe.step(X, TARGET)
-    assert all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, model.parameters(), strict=True))
-    with pytest.raises(OptionError, match="give it an optimizer="):
-        piped(layers(), ["emu:0"], optimizer_on_host=True)

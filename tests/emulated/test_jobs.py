@@ -16,7 +16,6 @@ from asyncpipe import CallerStreams, DevicePool, Pipeline, Share
 from asyncpipe.errors import HungTaskError, TaskError
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.train import training_run
-from asyncpipe.train.adamw import ClippedAdamW
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.step_failures import NonFiniteLossError
 from asyncpipe.train.training_run import TrainingRun
@@ -194,19 +193,6 @@ async def test_running_ahead_changes_no_number(monkeypatch, tmp_path, ahead):
     assert summary.snapshot.name == "step-7"
 
 
-@pytest.mark.parametrize("every", [99, 3])
-@pytest.mark.parametrize("device", ["emu:0", "cpu:1"])
-async def test_steps_that_overlap_compute_the_same(tmp_path, device, every):
-    """Norms and losses are copied to the host on the streams that made them, and read while later steps compute."""
-    tables = {"training": {"steps": 7, "overlap": True, "clip": None}, "faults": {"step_retries": 0}}
-    snapshots = {"snapshots": {"folder": str(tmp_path), "every": every}}
-    summary, losses = await finished(on(["emu:0", device], **tables, **snapshots))
-    _, wanted = await finished(on(["cpu:0", "cpu:1"], training={"steps": 7, "clip": None}))
-    assert losses == pytest.approx(wanted, abs=1e-10)
-    assert summary.snapshot is not None
-    assert summary.snapshot.name == "step-7"
-
-
 async def test_a_loss_that_is_not_finite_ends_the_run_at_its_step_with_the_weights_before_it():
     """The host learns of it two steps later. Until then the device makes no update."""
     made = []
@@ -246,18 +232,3 @@ async def test_the_loop_does_not_wait_for_the_device():
     finally:
         emu.Event.synchronize = real
     assert "MainThread" not in names
-
-
-def test_an_update_is_skipped_on_the_device_from_a_loss_that_is_not_finite_on():
-    """Also on a CPU, whose fused AdamW takes the same flag."""
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = ClippedAdamW([parameter], make_job().training, only_finite=True, checks_on_device=True)
-    seen = []
-    for loss in (1.0, float("inf"), 1.0):
-        parameter.grad = torch.ones(3)
-        update = optimizer.update(0.1, torch.tensor(loss)).wait()
-        seen.append((update.finite, parameter.detach().clone()))
-    assert [finite for finite, _ in seen] == [True, False, True]
-    assert not seen[0][1].equal(torch.ones(3))
-    assert seen[2][1].equal(seen[1][1])
-    assert seen[1][1].equal(seen[0][1])

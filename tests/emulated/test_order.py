@@ -6,33 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe.ops.device.copies import HostCopy, to_device
 from tests.emulated import device as emu
 from tests.emulated.helpers import TARGET, X, bare, layers, piped, squares, take_gradients, worst
 
 ONE, TWO, THREE = ["emu:0"], ["emu:0"] * 2, ["emu:0", "cpu:0", "emu:0"]
 MIXED = [["cpu:0", "emu:0"], ["emu:0", "cpu:0"]]
-
-
-def test_the_device_notices_what_is_not_ordered():
-    made = torch.ones(3, device="emu:0")
-    other = emu.Stream()
-    with emu.stream(other), pytest.raises(emu.Hazard, match="reads what"):
-        _ = made * 2
-    other.wait_stream(emu.default_stream())
-    with emu.stream(other):
-        kept = made * 2
-    with pytest.raises(emu.Hazard, match="overwrites what"):
-        made.add_(1)
-    del made
-    with pytest.raises(emu.Hazard, match="is reused while"):
-        torch.ones(3, device="emu:0")
-    host = torch.empty(3)
-    with emu.stream(other):
-        host.copy_(kept, non_blocking=True)
-    assert host.isnan().all()
-    other.synchronize()
-    assert host.tolist() == [2, 2, 2]
 
 
 HOW = [
@@ -117,15 +95,6 @@ def test_no_task_and_no_caller_waits_for_the_device(count):
         emu.synchronized.clear()
         pipe.step(x).wait()
     assert {name for name in emu.synchronized if not name.endswith("completions")} == set()
-
-
-def test_what_comes_to_the_host_is_waited_for_by_its_event():
-    tensor = torch.ones(3, device="emu:0")
-    copy = HostCopy(tensor)
-    with emu.hold(emu.default_stream()):  # Queued behind the copy.
-        assert copy.wait().tolist() == [1, 1, 1]
-    assert to_device(tensor, torch.device("cpu")).tolist() == [1, 1, 1]
-    assert HostCopy(X).wait() is X
 
 
 def test_ties_skips_and_buffers_of_the_same_device():

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncpipe
 from asyncpipe.ops.autograd import random_streams
@@ -20,7 +18,6 @@ from asyncpipe.ops.autograd.random_streams import (
     DeviceDraws,
     RandomStream,
     check_repeated,
-    device_draws,
     draw_step_seed,
     random_stream,
     turns_paused,
@@ -28,13 +25,6 @@ from asyncpipe.ops.autograd.random_streams import (
 from asyncpipe.ops.device.generator_turns import GeneratorTurn
 
 CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
-
-
-class _PassThrough(TorchDispatchMode):
-    """Python code between an operator without a generator and the one that it calls."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def stream(seed: int = 1, microbatch: int = 0, stage: int = 0, branch: int = 0) -> RandomStream:
@@ -62,26 +52,6 @@ def test_the_tasks_of_a_device_draw_each_from_its_own_stream() -> None:
         for key in reversed(wanted):
             draws.begin(*key)
             assert torch.equal(torch.rand(3), wanted[key])
-
-
-def test_between_the_tasks_of_a_device_the_default_generator_draws() -> None:
-    torch.manual_seed(3)
-    wanted = torch.rand(3), torch.native_dropout(torch.ones(9), 0.5, True)[0], torch.rand(3)
-    torch.manual_seed(3)
-    with DeviceDraws(5, set()) as draws:
-        draws.begin(0, 0)
-        torch.rand(3)
-        draws.pause()
-        assert torch.equal(torch.rand(3), wanted[0])
-        with _PassThrough():
-            assert torch.equal(torch.native_dropout(torch.ones(9), 0.5, True)[0], wanted[1])
-        assert torch.equal(torch.rand(3), wanted[2])
-
-
-def test_tasks_on_an_accelerator_share_no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device_draws(1, CPU, set()) is not None
-    monkeypatch.setattr(random_streams, "turn_of", lambda _: GeneratorTurn(CUDA, torch.Generator()))
-    assert device_draws(1, CUDA, set()) is None
 
 
 def test_a_step_takes_one_number_from_the_callers_generator() -> None:
@@ -177,18 +147,6 @@ def test_tasks_on_one_accelerator_take_turns(devices: Devices) -> None:
         thread.join()
         draw(i, None, alone)
         assert all(map(torch.equal, alone[i], together[i]))
-
-
-@pytest.mark.parametrize("inner", [CUDA, OTHER, CPU])
-def test_a_task_inside_a_task_changes_nothing_of_it(devices: Devices, inner: torch.device) -> None:
-    with random_stream(1, 0, 0, CUDA):
-        wanted = torch.rand(6, generator=devices[CUDA])
-    with random_stream(1, 0, 0, CUDA):
-        first = torch.rand(3, generator=devices[CUDA])
-        with random_stream(2, 0, 0, inner):
-            torch.rand(5, generator=devices.get(inner))
-        found = torch.cat([first, torch.rand(3, generator=devices[CUDA])])
-    assert torch.equal(found, wanted)
 
 
 def test_a_task_that_waits_lets_others_have_the_turn(devices: Devices) -> None:

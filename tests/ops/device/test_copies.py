@@ -21,19 +21,6 @@ def test_cpu_to_cpu_hands_over_the_same_storage() -> None:
         assert before is after
 
 
-def test_nothing_to_copy() -> None:
-    copier = Copier(CpuStream(), CpuStream())
-    assert copier.side([]) is None
-    assert copier.side([None]) is None
-    assert copier.copy([], None) == []
-    assert copier.copy([None], None) == [None]
-
-
-def test_to_device_on_the_same_device() -> None:
-    tensor = torch.ones(2)
-    assert to_device(tensor, CPU) is tensor
-
-
 # On a GPU
 
 

@@ -83,33 +83,3 @@ def test_a_thread_that_ran_before_keeps_its_number() -> None:
     asked.set()
     thread.join()
     assert (first, numbers.get(timeout=10)) == (CALLERS, CALLERS)
-
-
-def test_settle_waits_for_every_device() -> None:
-    intra_op = IntraOpThreads(1)
-    initializers = [intra_op.initializer(), intra_op.initializer()]
-    settled = threading.Event()
-
-    def settle() -> None:
-        intra_op.wait()
-        settled.set()
-
-    thread = threading.Thread(target=settle)
-    thread.start()
-    in_thread(lambda: initializers[0]() or 0)
-    assert not settled.is_set()
-    in_thread(lambda: initializers[1]() or 0)
-    thread.join(10)
-    assert settled.is_set()
-
-
-@pytest.mark.usefixtures("no_leaks")
-def test_what_was_set_since_it_was_made_stays() -> None:
-    intra_op = IntraOpThreads(1)
-    torch.set_num_threads(CALLERS + 1)
-    devices = [threading.Thread(target=intra_op.initializer()) for _ in range(3)]
-    for device in devices:
-        device.start()
-    for device in devices:
-        device.join()
-    assert in_thread(torch.get_num_threads) == CALLERS + 1, "threads that start later"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edge_helpers import SECRET, Inbox, connect_in, folder, joined, message, nothing_left
+from edge_helpers import SECRET, Inbox, connect_in, folder, message, nothing_left
 from thread_helpers import Threads, run_all
 
 from asyncpipe.errors import EdgeError, OptionError
@@ -51,12 +51,6 @@ def test_a_ring_of_workers_with_shortcuts(place: str) -> None:
         each.close()
 
 
-def test_a_worker_without_edges(place: str) -> None:
-    edges = begin(2, [(0, 1)], place)
-    assert (edges.out, edges.into) == ({}, {})
-    edges.close()
-
-
 @pytest.mark.parametrize("pairs", [[(0, 1)], [(1, 0)]], ids=["receiver", "sender"])
 def test_a_worker_that_does_not_come(place: str, pairs: list[tuple[int, int]]) -> None:
     with pytest.raises(
@@ -94,15 +88,6 @@ def test_a_worker_of_another_job(place: str) -> None:
     )
     assert str(other) == "worker 1 refuses the edge from worker 0: worker 1 is of job 'job' and version 2"
     assert this.peers == (0,)
-
-
-def test_a_worker_with_other_pairs(place: str) -> None:
-    one, other = run_all(
-        lambda: raised(lambda: begin(0, [(0, 1)], place, timeout=5)),
-        lambda: raised(lambda: begin(1, [(2, 1)], place, timeout=0.5)),
-    )
-    assert str(one) == "worker 1 refuses the edge from worker 0: worker 1 knows of no edge from 0 to 1"
-    assert other.peers == (2,)
 
 
 def test_a_worker_that_goes_away_while_it_is_greeted(place: str) -> None:
@@ -188,24 +173,3 @@ def test_a_folder_that_others_can_read(tmp_path: Path) -> None:
         begin(0, [(0, 1)], str(tmp_path))
     with pytest.raises(EdgeError, match=r"the workers' folder .*/none is not there"):
         begin(0, [(0, 1)], str(tmp_path / "none"))
-
-
-def test_a_folder_with_a_long_name_or_an_old_socket(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    long = tmp_path / ("x" * 100)
-    long.mkdir(mode=0o700)
-    for name in (long, tmp_path):
-        (tmp_path / "0").touch()
-        with pytest.raises(EdgeError, match=r"worker 0 cannot listen at .*name must be short"):
-            begin(0, [(0, 1)], str(name))
-    assert (tmp_path / "0").exists()  # It was there before.
-
-
-def test_windows_of_each_pair() -> None:
-    with joined(window={(0, 1): 1, (1, 0): 2}) as pair:
-        for worker in (0, 1):
-            for task in range(5):
-                pair.edges[worker].out[1 - worker].send(message(task))
-        for worker, window in ((1, 1), (0, 2)):
-            taken = [pair.inboxes[worker].take(release=False) for _ in range(window)]
-            assert pair.edges[1 - worker].out[worker].counters().messages == window == len(taken)

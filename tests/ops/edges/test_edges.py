@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -114,14 +113,6 @@ def test_what_is_sent_arrives_in_order(lasting: Joined, there: list[Any], back: 
     assert all(inbox.empty for inbox in lasting.inboxes)
 
 
-@all_transports
-def test_a_hundred_tensors_in_a_message(transport: str) -> None:
-    sent = message(1, *[torch.full((each, 300), each) for each in range(100)])
-    with joined(transport=transport) as pair:
-        pair.out.send(sent)
-        assert same(pair.inbox.take(), sent)
-
-
 @transports
 def test_memory_keeps_the_order_of_its_dimensions(transport: str) -> None:
     image = torch.randn(2, 3, 40, 50).to(memory_format=torch.channels_last)
@@ -144,15 +135,6 @@ def test_received_tensors_are_their_owners_own(transport: str) -> None:
             version = b._version
             a.requires_grad_().detach().add_(1)
             assert (sent.any(), b.any(), b._version, a._base, b._base) == (False, False, version, None, None)
-
-
-@transports
-def test_more_layouts_than_are_kept(transport: str) -> None:
-    with joined(transport=transport) as pair:
-        for task in [*range(1500), *range(1500)]:
-            pair.out.send(message(task, torch.tensor(task), meta=b"%d" % task))
-            received = pair.inbox.take()
-            assert (received.meta, received.tensors[0].item()) == (b"%d" % task, task)
 
 
 @transports
@@ -304,18 +286,6 @@ def test_an_abort_returns_the_credits_of_what_was_not_taken(transport: str) -> N
         assert pair.inbox.tasks(1) == [15]
 
 
-@transports
-def test_an_abort_while_a_message_is_early(transport: str) -> None:
-    with joined(transport=transport, window=2) as pair:
-        pair.out.send(message(1, epoch=1))
-        pair.out.send(message(0, epoch=0))
-        assert pair.inbox.tasks(1) == [0]
-        pair.edges[1].advance(2)
-        pair.out.send(message(2, epoch=2))
-        assert pair.inbox.tasks(1) == [2]
-        assert (pair.into.counters().dropped, pair.into.counters().held) == (1, 0)
-
-
 # Devices
 
 
@@ -417,30 +387,6 @@ def test_after_the_receiver_has_closed_messages_are_dropped(transport: str) -> N
     assert pair.out.counters().dropped > 0
 
 
-def test_what_is_sent_while_a_broken_edge_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    late, ended = message(0, torch.zeros(1000)), threading.Event()
-    kept = weakref.ref(late.tensors[0])
-    with joined(transport="shared_memory") as pair:
-        close, end = pair.out._payload.close, pair.out._end
-
-        def send_and_close() -> None:
-            nonlocal late
-            pair.out.send(late)
-            late = message(1)
-            close()
-
-        def end_and_tell() -> None:
-            end()
-            ended.set()
-
-        monkeypatch.setattr(pair.out._payload, "close", send_and_close)
-        monkeypatch.setattr(pair.out, "_end", end_and_tell)
-        pair.edges[1].close()
-        assert ended.wait(SECONDS)
-        assert kept() is None
-        assert pair.out.counters().dropped == 1
-
-
 @transports
 def test_what_on_message_raises_breaks_the_edge(transport: str) -> None:
     inboxes = [Inbox(), Inbox()]
@@ -489,19 +435,3 @@ def taken_to_the_end(pair: Joined) -> bool:
         with suppress(OSError, ValueError):  # Its thread has closed it meanwhile.
             select.select([pair.into.descriptor], [], [], SECONDS)
     return False
-
-
-def test_what_nobody_takes_the_edge_takes() -> None:
-    with joined(shared=True) as pair:
-        pair.out.send(message(5))
-        assert pair.inbox.take().header.task == 5
-
-
-def test_what_on_message_raises_is_told_by_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_in, "LEFT_SECONDS", 1000.0)
-    inboxes = [Inbox(), Inbox()]
-    inboxes[1].on_message = lambda each: 1 // each.header.task
-    with joined(shared=True, inboxes=inboxes) as pair:
-        pair.out.send(message(0))
-        assert not taken_to_the_end(pair)
-        assert isinstance(inboxes[1].error().__cause__, ZeroDivisionError)

@@ -47,15 +47,6 @@ def test_closing_while_a_payload_does_not_come(monkeypatch: pytest.MonkeyPatch) 
         assert pair.inbox.empty
 
 
-def test_a_communicator_that_fails_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NcclOut, "follow", lambda *_: None)
-    with joined(transport="nccl") as pair:
-        group = pair.into._payload._communicator._group
-        monkeypatch.setattr(group, "get_error", lambda: SimpleNamespace(name="COMM_ERROR"))
-        pair.out.send(message(1, torch.zeros(9)))
-        assert str(pair.inbox.error()).endswith(ABORTED)
-
-
 def test_the_watchdog_of_a_group_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     seen = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,23 +67,6 @@ def test_a_segment_is_used_again_when_its_last_tensor_is_gone(ends: Ends) -> Non
     assert ends.give_back() == [slot]
     assert ends.send(torch.zeros(9100))[0] == slot  # Of about the same size.
     assert not received[0].any()
-
-
-def test_a_tensor_that_the_collector_finds(ends: Ends) -> None:
-    slot, received = ends.send(torch.ones(9000))
-    received.append(received)
-    del received
-    gc.collect()
-    assert ends.give_back() == [slot]
-
-
-def test_tensors_live_longer_than_both_ends() -> None:
-    with nothing_left():
-        ends = Ends()
-        _, (tensor,) = ends.send(torch.ones(9000))
-        ends.close()
-        assert tensor.add_(1).sum() == 18000
-        del tensor
 
 
 def test_a_segment_is_unmapped_when_nobody_uses_it() -> None:

@@ -32,24 +32,3 @@ def test_a_sender_neither_overruns_nor_waits_in_vain(size: int, sends: list[int]
             window.release()
             tell()
     assert told <= 1 + 2 * sent // max(1, size // 2) + sent // size + 1
-
-
-def test_a_message_beyond_the_limit() -> None:
-    window = Window(2)
-    assert not window.arrive()
-    assert window.tell() == 2
-    assert window.arrive()
-    assert not window.arrive()
-
-
-def test_most_releases_tell_nothing() -> None:
-    window = Window(8)
-    window.tell()
-    told = 0
-    for _ in range(1000):
-        window.arrive()
-        window.release()
-        if window.due():
-            window.tell()
-            told += 1
-    assert told == 250

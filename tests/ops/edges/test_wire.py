@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from edge_helpers import SECONDS, Inbox, message, nothing_left
+from edge_helpers import SECONDS, Inbox, nothing_left
 
 from asyncpipe.ops.edges.channel import EdgeChannel
 from asyncpipe.ops.edges.edge_in import EdgeIn
@@ -54,32 +54,6 @@ def read(peer: socket.socket, count: int) -> bytes:
 
 def frame(peer: socket.socket) -> Frame:
     return Frame.decode(read(peer, HEADER_SIZE))
-
-
-def test_a_layout_is_sent_once(ends: tuple[socket.socket, socket.socket], sender: EdgeOut) -> None:
-    peer, _ = ends
-    peer.sendall(encode_credit(100, ()))
-    tensor = torch.arange(5)
-    metas = [b"a", b"a", b"b", b"a", b"c" * 70_000, b"c" * 70_000]
-    numbers = []
-    for task, meta in enumerate(metas):
-        sender.send(message(task, tensor, meta=meta))
-    known: dict[int, MessageLayout] = {}
-    announced = []
-    for task, meta in enumerate(metas):
-        found = frame(peer)
-        if found.kind == EdgeFrameKind.LAYOUT:
-            announced.append(task)
-            known[found.layout] = MessageLayout.decode(read(peer, found.size))
-            found = frame(peer)
-        numbers.append(found.layout)
-        assert found == Frame(EdgeFrameKind.MESSAGE, found.layout, INLINE, 0, 7, task, task + 1, 40)
-        assert (known[found.layout].meta, known[found.layout].tensors) == (meta, (layout_of(tensor),))
-        assert read(peer, 40) == bytes(tensor.numpy())
-    assert announced == [0, 2, 4, 5]  # What is very large is not kept.
-    sender.close()
-    assert frame(peer) == Frame(EdgeFrameKind.BYE)
-    assert read(peer, 1) == b""
 
 
 def test_a_layout_travels() -> None:

@@ -34,31 +34,12 @@ def identities(owned: list[nn.Parameter]) -> list[int]:
     return [id(parameter.grad) for parameter in owned]
 
 
-def test_a_step_starts_without_gradients() -> None:
-    owned = parameters(1.0, None)
-    guarded(owned)
-    assert values(owned) == [None, None]
-
-
 def step(owned: list[nn.Parameter]) -> list[Tensor]:
     """A step that reaches all parameters but the last."""
     made = [torch.full((2,), 10.0) for _ in owned[:-1]]
     for parameter, grad in zip(owned, made, strict=False):
         parameter.grad = grad
     return made
-
-
-def test_commit_adds_in_the_earlier_tensors() -> None:
-    """The sum is in the earlier tensor, which others may refer to (an optimizer's flat buffer, a hook)."""
-    owned = parameters(1.0, None, 3.0)
-    earlier = [owned[0].grad, owned[2].grad]
-    guard = guarded(owned)
-    made = step(owned)
-    guard.commit()
-    assert values(owned) == [11.0, 10.0, 3.0]
-    assert owned[0].grad is earlier[0]
-    assert owned[1].grad is made[1]
-    assert owned[2].grad is earlier[1]
 
 
 def test_roll_back_puts_the_earlier_tensors_back_unchanged() -> None:
@@ -102,26 +83,6 @@ def test_accumulation_is_that_of_the_plain_model() -> None:
     assert all(torch.equal(a, parameter.grad) for a, parameter in zip(expected, model.parameters(), strict=True))
 
 
-def test_some_parameters_can_be_committed_before_the_others() -> None:
-    owned = parameters(1.0, 2.0, 3.0)
-    guard = guarded(owned)
-    step(owned)
-    guard.commit_some(owned[:1])
-    assert values(owned) == [11.0, 10.0, None]
-    guard.roll_back()
-    assert values(owned) == [11.0, 2.0, 3.0]
-
-
-def test_new_gradients_can_be_taken_away() -> None:
-    owned = parameters(1.0, None, 3.0)
-    before = identities(owned)
-    guard = guarded(owned)
-    made = step(owned)
-    taken = guard.take()
-    assert [taken[id(parameter)] for parameter in owned] == [*made, None]
-    assert identities(owned) == before
-
-
 def test_of_overlapping_backwards_the_last_takes_the_sum() -> None:
     owned = parameters(1.0, None)
     guard = guarded(owned)
@@ -144,17 +105,6 @@ def test_of_overlapping_backwards_one_failure_restores_what_was_there() -> None:
     assert identities(owned) == before
 
 
-def test_a_turn_is_shared_by_its_owner_only() -> None:
-    guard = GradientGuard()
-    assert guard.enter_at_once(1, "a")
-    assert guard.enter_at_once(1, "b")
-    guard.leave("a")
-    assert not guard.enter_at_once(2, "c")
-    guard.leave("b")
-    guard.leave("b")
-    assert guard.enter_at_once(2, "c")
-
-
 def test_a_turn_on_the_same_thread_is_joined_between_backwards_only() -> None:
     guard = GradientGuard()
     guard.enter(1, "outer")
@@ -165,14 +115,6 @@ def test_a_turn_on_the_same_thread_is_joined_between_backwards_only() -> None:
         guard.enter(3, "inner")
     guard.leave("outer")
     assert guard.enter_at_once(4, "next"), "what was refused is no member"
-
-
-def test_nobody_enters_at_once_while_an_abandoned_step_runs() -> None:
-    guard = GradientGuard()
-    guard.abandon()
-    assert not guard.enter_at_once(1, "a")
-    guard.end_abandoned()
-    assert guard.enter_at_once(1, "a")
 
 
 def test_what_was_given_up_is_waited_for() -> None:
@@ -186,11 +128,4 @@ def test_what_was_given_up_is_waited_for() -> None:
     guard.end_abandoned()
     waiting.join(10)
     assert settled.is_set()
-    assert values(owned) == [1.0]
-
-
-@pytest.mark.parametrize("end", ["commit", "roll_back"])
-def test_nothing_guarded(end: str) -> None:
-    owned = parameters(1.0)
-    getattr(GradientGuard(), end)()
     assert values(owned) == [1.0]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -107,16 +104,6 @@ def test_one_value_a_channel_is_refused_as_by_the_bare_layer_and_notgathered() -
     assert_same_statistics(deferred, bare)
 
 
-def test_an_empty_micro_batch_counts_for_nothing() -> None:
-    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
-    batch = torch.randn(4, 2, dtype=torch.float64)
-    bare(batch)
-    deferred(batch)
-    assert deferred(batch[:0]).shape == (0, 2)
-    deferred.commit()
-    assert_same_statistics(deferred, bare)
-
-
 def test_each_micro_batch_is_normalised_with_its_own_statistics() -> None:
     torch.manual_seed(1)
     bare, deferred = twins(nn.BatchNorm1d(3, dtype=torch.float64))
@@ -156,19 +143,6 @@ def test_half_precision_is_gathered_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(deferred.running_var, exact.var(1).to(dtype))
 
 
-def test_half_precision_is_rounded_once_an_update() -> None:
-    torch.manual_seed(1)
-    deferred = DeferredBatchNorm1d(64, momentum=0.3).to(torch.bfloat16)
-    running = torch.zeros(64, dtype=torch.bfloat16)
-    for _ in range(3):
-        batch = (1 + torch.randn(16, 64)).to(torch.bfloat16)
-        deferred(batch)
-        deferred.commit()
-        running = (0.3 * batch.double().mean(0) + 0.7 * running.double()).to(torch.bfloat16)
-        assert deferred.running_mean is not None
-        assert torch.equal(deferred.running_mean, running)
-
-
 def test_a_mean_far_from_zero_cancels_nothing() -> None:
     torch.manual_seed(1)
     bare, deferred = twins(nn.BatchNorm1d(2, momentum=1.0))
@@ -181,26 +155,6 @@ def test_a_mean_far_from_zero_cancels_nothing() -> None:
 
 
 # When to count
-
-
-def test_commit_without_micro_batches_does_nothing() -> None:
-    bare, deferred = twins(nn.BatchNorm1d(2, momentum=None))
-    deferred.commit()
-    assert_same_statistics(deferred, bare)
-
-
-def test_commit_clears_and_discard_clears() -> None:
-    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
-    first, second = torch.randn(2, 4, 2, dtype=torch.float64)
-    deferred(first)
-    deferred.discard()
-    deferred.commit()
-    assert_same_statistics(deferred, bare)
-    bare(second)
-    deferred(second)
-    deferred.commit()
-    deferred.commit()
-    assert_same_statistics(deferred, bare)
 
 
 def test_a_recomputation_is_not_counted_again() -> None:
@@ -235,39 +189,7 @@ def test_evaluation_is_that_of_the_bare_layer() -> None:
     assert_same_statistics(deferred, bare, tolerance=1e-6)
 
 
-def test_nothing_gathered_holds_a_graph(no_leaks: None) -> None:
-    deferred = DeferredBatchNorm1d(2)
-    x = torch.randn(4, 2, requires_grad=True)
-    deferred(x * 2)
-    assert deferred.gathered is not None
-    assert not deferred.gathered.mean.requires_grad
-    assert not deferred.gathered.deviations.requires_grad
-    assert deferred.gathered.mean.untyped_storage().nbytes() == 2 * 4
-
-
-def test_gathered_inside_inference_mode_and_committed_outside() -> None:
-    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
-    batch = torch.randn(6, 2, dtype=torch.float64)
-    bare(batch)
-    with torch.inference_mode():
-        deferred(batch[:3])
-        deferred(batch[3:])
-    deferred.commit()
-    assert_same_statistics(deferred, bare)
-
-
 # Layers of every kind
-
-
-@pytest.mark.parametrize("options", [{"affine": False}, {"eps": 0.1}])
-def test_options_stay(options: dict[str, Any]) -> None:
-    bare, deferred = twins(nn.BatchNorm1d(3, dtype=torch.float64, **options))
-    x = torch.randn(4, 3, dtype=torch.float64)
-    assert torch.equal(deferred(x), bare(x))
-    deferred.commit()
-    assert_same_statistics(deferred, bare)
-    assert isinstance(deferred, nn.BatchNorm1d)
-    assert repr(deferred) == "Deferred" + repr(bare)
 
 
 def test_without_running_statistics_it_is_the_bare_layer() -> None:
@@ -275,41 +197,3 @@ def test_without_running_statistics_it_is_the_bare_layer() -> None:
     made(torch.randn(2, 2, 2, 2))
     made.commit()
     assert list(made.state_dict()) == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_without_a_counter_as_the_bare_layer(momentum: float | None) -> None:
-    bare, deferred = twins(nn.BatchNorm1d(2, momentum=momentum, dtype=torch.float64))
-    bare.num_batches_tracked = deferred.num_batches_tracked = None
-    x = torch.randn(4, 2, dtype=torch.float64)
-    bare(x)
-    deferred(x)
-    deferred.commit()
-    assert_same_statistics(deferred, bare)
-
-
-def pickled(layer: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(layer))
-
-
-def saved(layer: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert isinstance(loaded, nn.Module)
-    return loaded
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
-def test_copies_go_their_own_way(duplicate: Any) -> None:
-    bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
-    batch = torch.randn(6, 2, dtype=torch.float64)
-    bare(batch)
-    deferred(batch[:3].clone().requires_grad_())
-    twin = duplicate(deferred)
-    deferred.discard()
-    twin(batch[3:])
-    twin.commit()
-    assert_same_statistics(twin, bare)
-    assert int(deferred.num_batches_tracked) == 0

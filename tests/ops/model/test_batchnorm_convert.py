@@ -95,16 +95,3 @@ def test_layers_that_cannot_be_deferred(layer: nn.Module, message: str) -> None:
     assert model[0] is bare
     with pytest.raises(OptionError, match=r"the module \("):
         convert_deferred_batch_norm(layer)
-
-
-def test_a_lazy_layer_that_has_run_is_deferred() -> None:
-    layer = nn.LazyBatchNorm1d()
-    layer(torch.randn(3, 2))
-    assert type(convert_deferred_batch_norm(layer)) is DeferredBatchNorm1d
-
-
-def test_any_layer_without_running_statistics_is_left() -> None:
-    model = nn.Sequential(Activated(2, track_running_stats=False), nn.InstanceNorm1d(2, track_running_stats=True))
-    layers = list(model)
-    convert_deferred_batch_norm(model)
-    assert list(model) == layers

@@ -28,24 +28,6 @@ def test_a_stage_that_does_not_write_gets_copies_once():
     assert inputs.given(received, repeated=True) is received
 
 
-def test_what_may_be_written_to_is_not_copied():
-    inputs, received = InputCopies(always=False), [torch.ones(2)]
-    for _ in range(2):
-        given = inputs.given(received, repeated=False)
-        assert given[0] is received[0]
-        inputs.saw(received, given)
-    received[0].requires_grad_()
-    assert inputs.given(received, repeated=False)[0] is not received[0]
-
-
-def test_a_stage_that_says_that_it_writes_always_gets_copies():
-    inputs, received = InputCopies(always=True), [torch.ones(2)]
-    for _ in range(2):
-        given = inputs.given(received, repeated=False)
-        assert given[0] is not received[0]
-        inputs.saw(received, given)
-
-
 def test_without_a_graph_copies_say_whether_a_gradient_is_wanted():
     """As the tensors of later forwards do: torch.compile would compile the stage once more for those."""
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from asyncpipe.ops.model.measure_layers import balance_by_size, layer_bytes
 
@@ -29,40 +29,6 @@ def test_activations_are_those_of_the_largest_micro_batch(microbatches: int, lar
     model = nn.Sequential(nn.Linear(3, 2))
     sizes = layer_bytes(model, torch.randn(8, 3), microbatches=microbatches, parameter_scale=0)
     assert sizes == [largest * (3 + 2) * FLOAT]
-
-
-def test_the_batch_may_be_another_dimension() -> None:
-    model = nn.Sequential(nn.Linear(3, 2))
-    sizes = layer_bytes(model, torch.randn(5, 8, 3), microbatches=4, batch_dim=1, parameter_scale=0)
-    assert sizes == [5 * 2 * (3 + 2) * FLOAT]
-
-
-def test_frozen_parameters_count_once() -> None:
-    model = nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 2))
-    batch = 4
-    outputs = batch * 2 * FLOAT
-    assert layer_bytes(model, torch.randn(batch, 3), parameter_scale=4) == [
-        outputs + (3 * 2 + 2) * FLOAT,
-        outputs + batch * 2 * FLOAT + 4 * (2 * 2 + 2) * FLOAT,
-    ]
-    assert layer_bytes(model, torch.randn(batch, 3), parameter_scale=0)[0] == outputs
-
-
-def test_buffers_are_no_activations() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(1000))
-    (size,) = layer_bytes(model.eval(), torch.randn(1, 1000), parameter_scale=0)
-    # Input and output; weight, bias and the two running statistics, which are as large, belong to the layer.
-    assert size == 2 * 1000 * FLOAT
-
-
-class SavesTwice(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * x, x.view(-1)
-
-
-def test_a_storage_counts_once() -> None:
-    saved_twice = nn.Sequential(nn.Linear(3, 3, bias=False), SavesTwice())
-    assert layer_bytes(saved_twice, torch.randn(2, 3), parameter_scale=0)[1] == 2 * (2 * 3) * FLOAT
 
 
 def test_stages_of_even_size() -> None:

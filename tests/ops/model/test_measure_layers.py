@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from math import inf, nan
 from typing import Any
@@ -15,7 +14,6 @@ from asyncpipe.errors import BalanceError, BatchError, DeviceError, MicrobatchEr
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm1d
 from asyncpipe.ops.model.measure_layers import balance_by_size, balance_by_time, layer_bytes, layer_times
 from asyncpipe.ops.model.microbatch import Arguments, NoChunk
-from asyncpipe.ops.model.sequential import PipeSequential
 from asyncpipe.ops.model.skips import Namespace, pop, skippable, stash
 
 FLOAT = 4
@@ -94,24 +92,6 @@ def test_stages_of_even_time() -> None:
     assert balance_by_time(3, model, torch.ones(1), seconds=0, clock=clock) == [3, 2, 1]
 
 
-def test_the_median_of_repeats_after_one_that_does_not_count() -> None:
-    clock, taken = Clock(), iter([100.0, 1.0, 2.0, 50.0, 3.0, 4.0])
-
-    def take(x: Tensor) -> Tensor:
-        clock.now += next(taken)
-        return x
-
-    # The budget is used up by 1 + 2 + 50 + 3 seconds; the first 100 are no part of it.
-    assert times(Calls(take), seconds=56, clock=clock) == [2.5]
-    assert next(taken) == 4
-
-
-def test_once_at_least() -> None:
-    clock = Clock()
-    assert times(Takes(clock, 5), seconds=0, clock=clock) == [5]
-    assert times() == []
-
-
 def test_frozen_layers_at_the_start_have_no_backward() -> None:
     clock = Clock()
     frozen, trained = Takes(clock, 1, 2, weight=False), Takes(clock, 1, 2)
@@ -119,35 +99,7 @@ def test_frozen_layers_at_the_start_have_no_backward() -> None:
     assert times(frozen, sample=torch.ones(2, requires_grad=True), clock=clock) == [3]
 
 
-def test_wall_time_by_default() -> None:
-    (seconds,) = layer_times(nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8), seconds=0)
-    assert 0 < seconds < 60
-
-
 # Values between layers
-
-
-def test_nested_and_integer_and_missing_values_pass() -> None:
-    clock = Clock()
-    seen: list[Any] = []
-
-    def look(x: Any) -> Any:
-        seen.append(x)
-        return x
-
-    layers = [
-        nn.Embedding(5, 3),
-        Calls(lambda x: {"x": (x, x.argmax(-1)), "name": "n", "none": None}),
-        Calls(look),
-        Calls(lambda value: value["x"][1]),
-        Calls(lambda x: x.float()),
-        Takes(clock, 1, 2),
-    ]
-    assert times(*layers, sample=torch.tensor([[1, 2]]), clock=clock)[-1] == 3
-    x, indices = seen[0]["x"]
-    assert (x.shape, x.requires_grad, indices.dtype) == ((1, 2, 3), True, torch.int64)
-    assert (seen[0]["name"], seen[0]["none"]) == ("n", None)
-    assert len(layer_bytes(nn.Sequential(*layers), torch.tensor([[1, 2]]))) == len(layers)
 
 
 def test_the_first_layer_takes_all_arguments() -> None:
@@ -167,21 +119,6 @@ def test_the_first_layer_takes_all_arguments() -> None:
     assert len(layer_bytes(nn.Sequential(Calls(weigh_half)), sample, microbatches=2)) == 1
 
 
-def test_a_tuple_is_several_arguments_where_the_sequence_says_so() -> None:
-    class Twice(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x.detach()
-
-    class Sum(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x + y
-
-    sample = torch.ones(2, requires_grad=True)
-    assert len(layer_times(PipeSequential(Twice(), Sum()), sample, seconds=0, device="cpu")) == 2
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        layer_times(nn.Sequential(Twice(), Sum()), sample, seconds=0, device="cpu")
-
-
 def test_operations_in_place_on_inputs_of_any_layer() -> None:
     sample = torch.tensor([[-1.0, 2.0]])
     layers = [nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), Calls(lambda x: x.add_(1)), nn.Sigmoid()]
@@ -189,15 +126,6 @@ def test_operations_in_place_on_inputs_of_any_layer() -> None:
     assert sample.tolist() == [[-1.0, 2.0]]
     # The second ReLU overwrites the memory that is its output; sigmoid saves its own.
     assert layer_bytes(nn.Sequential(*layers), sample)[2] == 2 * FLOAT
-
-
-def test_a_layer_sees_what_the_layers_before_made() -> None:
-    seen: list[Tensor] = []
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2), Calls(lambda x: seen.append(x) or x))
-    sample = torch.randn(4, 3)
-    layer_bytes(model, sample)
-    expected = model[:3](sample)
-    assert torch.equal(seen[0], expected)
 
 
 @skippable(stash=["kept"])
@@ -295,41 +223,6 @@ def test_gradients_of_parameters_that_a_function_holds_on_to() -> None:
     assert model[0].bias.grad is None
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_on_whatever_the_caller_has(mode: Callable[[], Any]) -> None:
-    clock = Clock()
-    layers = Takes(clock, 1, 2), nn.Linear(3, 2)
-    with mode():
-        assert times(*layers, sample=torch.ones(2, 3), clock=clock) == [3, 0]
-        assert layer_bytes(nn.Sequential(*layers), torch.ones(2, 3), parameter_scale=0)[1] == 2 * (3 + 2) * FLOAT
-        assert not torch.is_grad_enabled()
-
-
-def test_one_copy_at_a_time(no_leaks: None) -> None:
-    copies: list[weakref.ref[nn.Module]] = []
-
-    class Witness:
-        """Part of a layer, which notes when it is copied."""
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Witness:
-            assert [copy for copy in copies if copy() is not None] == []
-            return self
-
-    class Alone(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(3, 3)
-            self.witness = Witness()
-
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-            copies.append(weakref.ref(self))
-            return super().forward(input)
-
-    times(*(Alone() for _ in range(3)))
-    assert len(copies) == 6
-    layer_bytes(nn.Sequential(Alone(), nn.ReLU(), Alone()), torch.ones(2, 3))
-    assert len(copies) == 8
-
-
 # Errors
 
 
@@ -343,12 +236,6 @@ def test_a_failing_layer_is_named_and_all_is_put_back() -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("measure", [layer_times, layer_bytes])
-def test_layers_come_in_a_sequence(measure: Callable[..., Any]) -> None:
-    with pytest.raises(BalanceError, match=r"in an nn\.Sequential; got Linear; make one of its layers"):
-        measure(nn.Linear(2, 2), torch.ones(1, 2))
-
-
 @pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
 @pytest.mark.parametrize("stages", [0, 3])
 def test_a_layer_a_stage_before_anything_runs(balance: Callable[..., Any], stages: int) -> None:
@@ -357,13 +244,6 @@ def test_a_layer_a_stage_before_anything_runs(balance: Callable[..., Any], stage
     with pytest.raises(BalanceError, match=f"cannot split 2 layers into {stages} stages"):
         balance(stages, model, torch.ones(1))
     assert calls == []
-
-
-@pytest.mark.parametrize("measure", [layer_times, layer_bytes])
-@pytest.mark.parametrize("sample", [None, 3, [], {"x": "y"}])
-def test_a_sample_holds_tensors(measure: Callable[..., Any], sample: Any) -> None:
-    with pytest.raises(BatchError, match=f"the sample holds no tensor, got {type(sample).__name__}; "):
-        measure(nn.Sequential(nn.ReLU()), sample)
 
 
 @pytest.mark.parametrize(

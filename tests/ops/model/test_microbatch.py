@@ -15,11 +15,9 @@ from torch.utils._pytree import tree_flatten
 from asyncpipe.core.checks import check_positive
 from asyncpipe.errors import ArgumentTypeError, BatchError, MicrobatchError, StageError
 from asyncpipe.ops.model.microbatch import (
-    Arguments,
     CutBatch,
     Microbatches,
     NoChunk,
-    Packet,
     cut,
     cut_alike,
     gather,
@@ -76,24 +74,6 @@ def test_nested_values_are_cut_and_the_rest_is_repeated() -> None:
     first, second = cut(batch, 2).pieces
     assert equal(first, {"x": (x[:3], "name"), "rest": [mask[:3], None, 3, {"deep": mask[:3].double()}]})
     assert equal(second, {"x": (x[3:], "name"), "rest": [mask[3:], None, 3, {"deep": mask[3:].double()}]})
-
-
-def test_micro_batches_are_views() -> None:
-    x = torch.zeros(4, 2)
-    for i, part in enumerate(cut(x, 2).pieces):
-        assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        part += i + 1
-    assert x[:, 0].tolist() == [1, 1, 2, 2]
-
-
-def test_a_value_without_tensors_is_repeated() -> None:
-    assert alike(None, [2, 2]) == [None, None]
-    assert alike({"scale": 2.0}, [1, 1, 1]) == [{"scale": 2.0}] * 3
-
-
-def test_a_tensor_subclass_keeps_its_class_where_torch_keeps_it() -> None:
-    parts = cut(torch.nn.Parameter(torch.zeros(4, 2)), 2).pieces
-    assert all(part.requires_grad for part in parts)
 
 
 BAD_BATCHES = {
@@ -160,15 +140,6 @@ def test_outputs_of_mixed_structure(outputs: list[Any]) -> None:
         gather(outputs)
 
 
-def test_a_column_of_tensors_and_others() -> None:
-    with pytest.raises(StageError, match=r"a tensor for some micro-batches and not for others \(Tensor, int\)"):
-        gather([[torch.ones(1)], [2]])
-
-
-def test_none_stays_none() -> None:
-    assert equal(gather([(torch.ones(1), None), (torch.zeros(1), None)]), (torch.tensor([1.0, 0.0]), None))
-
-
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(
         StageError, match=r"shapes \(1, 2\), \(1, 3\) cannot be concatenated along the batch dimension 0"
@@ -224,14 +195,6 @@ def test_an_empty_batch_is_one_empty_micro_batch() -> None:
         made.with_samples()
 
 
-def test_arguments_are_cut_like_any_nested_value() -> None:
-    first, second = cut(Arguments.of(torch.zeros(4), 3, mask=torch.ones(4), name=None), 2).pieces
-    assert isinstance(first, Arguments)
-    assert equal(second, Arguments((torch.zeros(2), 3), {"mask": torch.ones(2), "name": None}))
-    assert Arguments.wrap(first) is first
-    assert Arguments.wrap(3) == Arguments.of(3)
-
-
 # Round trips
 
 names = st.text("abc", min_size=1, max_size=2)
@@ -254,25 +217,3 @@ def nested(size: int) -> st.SearchStrategy[Any]:
         ),
         max_leaves=5,
     )
-
-
-@given(st.integers(1, 9).flatmap(nested), st.integers(1, 10))
-@settings(max_examples=150)
-def test_gather_undoes_scatter(batch: Any, microbatches: int) -> None:
-    assert equal(gather(cut(batch, microbatches).pieces), batch)
-
-
-@given(nested(2), st.one_of(st.none(), st.integers(), st.text()))
-@settings(max_examples=100)
-def test_a_packet_is_rebuilt_with_other_tensors(value: Any, rest: Any) -> None:
-    packet = Packet({"value": value, "rest": (rest,)})
-    assert equal(packet.rebuild(packet.tensors), {"value": value, "rest": (rest,)})
-    replaced = [tensor + 1 for tensor in packet.tensors]
-    leaves, _ = tree_flatten(packet.rebuild(replaced))
-    assert [leaf for leaf in leaves if isinstance(leaf, Tensor)] == replaced or not replaced
-
-
-def test_a_packet_of_one_tensor() -> None:
-    packet = Packet(torch.zeros(2))
-    other = torch.ones(2)
-    assert packet.rebuild([other]) is other

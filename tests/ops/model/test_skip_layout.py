@@ -64,44 +64,6 @@ def u_shape() -> nn.Sequential:
 # Stores
 
 
-def test_a_store_takes_what_came_in_and_keeps_what_goes_out() -> None:
-    given: dict[SkipKey, Tensor | None] = {B: ONE * 4}
-    with use_skips(SkipStore(given)) as store:
-        y = nn.Sequential(stashing("c"), popping("b"), stashing("a"), popping("c"))(ONE)
-    assert y.item() == 1 + 4 + 1
-    assert store.outgoing == {A: ONE * 5}
-    assert store.incoming == given == {B: ONE * 4}
-    given.clear()
-    assert store.incoming == {B: ONE * 4}
-
-
-def test_a_store_loses_and_invents_nothing() -> None:
-    store = SkipStore({A: ONE})
-    store.stash(A, None)
-    with pytest.raises(SkipError, match="skip 'a' is stashed again before it was popped"):
-        store.stash(A, ONE)
-    assert store.outgoing == {A: None}
-    assert store.pop(A) is None, "what was stashed here comes first"
-    assert store.pop(A) is ONE
-    for key, message in ((A, "skip 'a' is popped a second time"), (B, "skip 'b' is popped, but no layer before")):
-        with pytest.raises(SkipError, match=message):
-            store.pop(key)
-
-
-def test_the_former_store_is_restored() -> None:
-    stashes, pops = stashing("a"), popping("a")
-    stashes(ONE)
-    with use_skips(SkipStore()) as outer:
-        with use_skips(SkipStore()) as inner:
-            stashes(2 * ONE)
-        stashes(3 * ONE)
-        with pytest.raises(SkipError), use_skips(SkipStore()):
-            pops(ONE)
-        assert pops(ONE).item() == 1 + 3
-    assert pops(ONE).item() == 1 + 1, "the thread's own store"
-    assert (inner.outgoing, outer.outgoing) == ({A: 2 * ONE}, {})
-
-
 def test_threads_do_not_mix() -> None:
     """Two threads both stash before either pops: inside one module and between two, with default and own stores."""
     meet, outputs = threading.Barrier(2, timeout=10), {}
@@ -229,13 +191,3 @@ def test_the_layout_and_its_stores_are_the_whole_model(
         return x
 
     assert all(map(torch.equal, gradients(model, staged), gradients(model, model)))
-
-
-def test_the_layout_verifies_the_whole() -> None:
-    head = nn.Sequential()
-    head.add_module("head", Up())
-    assert skip_layout([[nn.ReLU(), Down()], [nn.ReLU()], head]) == {A: (0, 2)}
-    with pytest.raises(TypeError, match=r"layer 3 \(Down\) stashes skip 'a', as layer 1 \(Down\) does\nEvery"):
-        skip_layout([[nn.ReLU(), Down()], [nn.ReLU(), Down()], head])
-    with pytest.raises(TypeError, match=rf"layer head \(Up\) pops skip 'a', {UNSTASHED}\nEvery"):
-        skip_layout([[nn.ReLU()], head])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.errors import AsyncpipeError, OptionError, SkipError
+from asyncpipe.errors import OptionError, SkipError
 from asyncpipe.ops.model.skip_layout import verify_skippables
 from asyncpipe.ops.model.skips import (
     Namespace,
@@ -182,17 +182,6 @@ def test_hooks_see_values() -> None:
     assert seen == [(2, 3), (2, 3)]
 
 
-def test_any_signature_and_value() -> None:
-    def forward(self: nn.Module, x: Tensor, /, *more: Any, scale: int = 1, **others: Any) -> Skips:
-        yield stash("signature", x)
-        return (x, *more), scale, others
-
-    module = layer(forward, stash=["signature"])
-    assert module(ONE, 2, 3, scale=4, other=5) == ((ONE, 2, 3), 4, {"other": 5})
-    assert module(ONE) == ((ONE,), 1, {})
-    assert layer(lambda self: 7)() == 7, "no generator, no names"
-
-
 def test_what_cannot_be_decorated() -> None:
     for bad in (Namespace, 3, nn.ReLU()):
         with pytest.raises(TypeError, match=r"@skippable decorates a subclass of nn\.Module, got "):
@@ -253,20 +242,6 @@ def test_subclasses(kind: type[nn.Module], factor: int, added: int | None) -> No
         assert torch.equal(store.outgoing[A], factor * x)
 
 
-def test_a_subclass_may_declare_other_names() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Skips:
-        yield stash("b", x)
-        return Down.forward(self, x)
-
-    more = skippable(stash=["b", "a"])(derived(forward))()
-    with use_skips(SkipStore()) as store:
-        more(torch.ones(3))
-    assert list(store.outgoing) == [B, A]
-    verify_skippables([Down(), Up()])
-    with pytest.raises(TypeError, match=r"layer 0 \(Derived\) stashes skip 'b', which no layer after it pops"):
-        verify_skippables([more, Up()])
-
-
 def test_a_module_that_calls_itself_or_another_one() -> None:
     def forward(self: Any, x: Tensor, depth: int) -> Skips:
         x = self(x + 1, depth - 1) if depth else x
@@ -319,20 +294,3 @@ def test_misuse(commands: list[Any], kind: type[Exception], message: str) -> Non
         assert str(raised.value) == f"in the forward of Layer: {message}"
         assert raised.value.__context__ is None
         assert nn.Sequential(stashing("z"), popping("z"))(ONE).item() == 2, "the next one is not impaired"
-
-
-def test_an_error_is_raised_where_the_forward_yielded() -> None:
-    found: list[Any] = []
-
-    def forward(self: nn.Module, x: Tensor) -> Skips:
-        try:
-            yield pop("a")
-        except SkipError as error:
-            found.append(error)
-            return x + (yield pop("b"))
-
-    with use_skips(SkipStore({B: ONE})):
-        assert layer(forward, pop=["a", "b"])(ONE).item() == 2
-    assert str(found[0]) == "in the forward of Layer: skip 'a' is popped, but no layer before has stashed it"
-    assert isinstance(found[0], AsyncpipeError)
-    assert isinstance(found[0], RuntimeError)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import BalanceError, DeviceError, OptionError, SharedParameterError
-from asyncpipe.ops.device import devices as devices_module
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.sequential import SequentialStage, as_sequential, split, stage_parts
@@ -50,13 +49,6 @@ def test_logical_devices(entries: Any, names: list[str]) -> None:
     assert not any(device.is_accelerator for device in devices)
 
 
-@pytest.mark.parametrize("entries", [[], (), "cpu:0", "cuda", CPU, None])
-def test_devices_are_a_list(entries: Any) -> None:
-    with pytest.raises(DeviceError) as raised:
-        resolve_devices(entries)
-    assert str(raised.value) == f"devices must be a list such as ['cpu:0', 'cpu:1'], got {entries!r}"
-
-
 @pytest.mark.parametrize("entry", ["tpu:0", "gpu", "", "cpu:x", None, 1.5, object])
 def test_what_is_no_device(entry: Any) -> None:
     with pytest.raises(DeviceError) as raised:
@@ -92,15 +84,6 @@ def test_cuda_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device.is_accelerator for device in devices] == [True, True, True, False]
 
 
-def test_another_type_of_device_needs_its_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices_module, "ACCELERATORS", ("cuda", "xpu"))
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
-    (device,) = resolve_devices(["xpu:1"])
-    assert (device.name, device.physical, device.is_accelerator) == ("xpu:1", torch.device("xpu", 1), True)
-    with pytest.raises(DeviceError, match="'xpu:2' is not there; this machine has xpu:0, xpu:1, and"):
-        resolve_devices(["xpu:2"])
-
-
 # The model
 
 
@@ -120,12 +103,6 @@ def test_what_is_no_model(bad: Any) -> None:
         as_sequential(bad)
 
 
-@pytest.mark.parametrize("empty", [[], nn.Sequential()], ids=["list", "sequential"])
-def test_a_model_has_layers(empty: Any) -> None:
-    with pytest.raises(OptionError, match="model has no layers; give at least one a stage"):
-        as_sequential(empty)
-
-
 # Splitting
 
 
@@ -137,16 +114,6 @@ def test_a_balance_is_followed_and_names_are_kept() -> None:
     assert [key for part in parts for key in part.state_dict()] == list(whole.state_dict())
     owned = [id(parameter) for part in parts for parameter in part.parameters()]
     assert owned == [id(parameter) for parameter in whole.parameters()]
-
-
-def test_names_of_layers_are_kept() -> None:
-    whole = nn.Sequential()
-    whole.add_module("embed", nn.Linear(2, 2))
-    whole.add_module("head", nn.Linear(2, 2))
-    assert [list(part.state_dict()) for part in split(whole, [1, 1], 2)] == [
-        ["embed.weight", "embed.bias"],
-        ["head.weight", "head.bias"],
-    ]
 
 
 def test_auto_spreads_parameters() -> None:
@@ -198,17 +165,6 @@ def test_stages_are_placed_and_parameters_stay_the_same_objects() -> None:
     assert torch.equal(value, expected)
 
 
-def test_a_stage_is_moved_to_its_device() -> None:
-    staged = in_stages(model(2), [1, 1])
-    place(staged, [0, 1], [Device("cpu", CPU), Device("meta", META)])
-    assert [next(part.parameters()).device for part in staged.stages] == [CPU, META]
-
-
-def test_stages_that_work_in_place_say_so() -> None:
-    whole = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(inplace=True)), nn.ReLU())
-    assert [stage.overwrites_input for stage in in_stages(whole, [1, 1, 1]).stages] == [False, True, False]
-
-
 # Ties
 
 
@@ -241,25 +197,6 @@ def test_a_parameter_tied_over_devices_has_one_owner_and_a_replica() -> None:
     assert layers_of(stages[2])[0].bias is whole[2].bias
     assert list(whole.state_dict()) == keys
     assert len(list(whole.parameters())) == 5
-
-
-def test_the_owner_is_on_the_device_of_the_first_stage_that_uses_it() -> None:
-    whole = tied()
-    place(in_stages(whole, [1, 1, 1]), [0, 1, 1], [Device("cpu", CPU), Device("meta", META)])
-    assert whole[0].weight.device == CPU
-    assert whole[2].weight is whole[0].weight
-    assert whole[2].bias.device == META
-
-
-def test_a_layer_used_twice_is_two_layers_with_replicas() -> None:
-    layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    whole = nn.Sequential(layer, nn.ReLU(), layer)
-    stages, ties = place(in_stages(whole, [1, 1, 1]), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
-    assert [replica.owner for replica in ties.between(0, 2)] == [layer[0].weight, layer[0].bias]
-    assert layers_of(stages[0])[0] is layer
-    shadow = layers_of(stages[2])[0]
-    assert shadow is not layer
-    assert shadow[1] is layer[1], "what holds nothing tied is shared"
 
 
 def test_shadows_follow_their_module() -> None:

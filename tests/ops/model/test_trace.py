@@ -194,34 +194,6 @@ def test_inputs_go_to_the_stages_that_use_them(check: Check) -> None:
     assert output[3] is left
 
 
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, batch: dict[str, Any], *more: Tensor, scale: float = 2.0, bias: Any = None, **rest: Any) -> Any:
-        x = self.a(batch["x"]) * scale
-        for other in more:
-            x = x + other
-        y = self.b(x) if bias is None else self.b(x) + bias["value"][0]
-        return {"y": y, "rest": [rest["z"] * 2, batch["name"], None, (y.shape[0], slice(3))], "twice": (y, y)}
-
-
-def test_nested_arguments_and_outputs(check: Check) -> None:
-    model = Nested()
-
-    def arguments(samples: int) -> Arguments:
-        x, y, z, bias = (torch.randn(samples, 3) for _ in range(4))
-        return Arguments.of({"x": x, "name": "a"}, x, y, z=z, bias={"value": [bias, None]})
-
-    staged = trace(model, arguments(3), ["b"])
-    check(model, staged, arguments(5))
-    given = arguments(2)
-    batch = {"name": "a", "x": given.args[0]["x"]}
-    swapped = Arguments.of(batch, *given.args[1:], bias=given.kwargs["bias"], scale=2.0, z=given.kwargs["z"])
-    check(model, staged, swapped)
-
-
 @dataclass
 class Made:
     x: Tensor
@@ -246,14 +218,6 @@ def test_a_dataclass_is_returned_with_the_values_of_the_call() -> None:
     assert isinstance(output, Made)
     torch.testing.assert_close(output.x, model(x).x)
     torch.testing.assert_close(output.more[0], model(x).more[0])
-
-
-def test_the_same_tensor_twice_in_the_example(check: Check) -> None:
-    model = Towers()
-    model.right = nn.Linear(3, 3)
-    x = torch.randn(4, 6)[:, ::2]
-    staged = trace(model, Arguments.of(x, right=x), ["right"])
-    check(model, staged, Arguments.of(right=torch.randn(2, 3), left=torch.randn(3, 2).T))
 
 
 class Counting(nn.Module):
@@ -334,25 +298,3 @@ def test_autocast_inside_is_for_the_stages_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "autocast", autocast)
     stage({CALLER: staged.takes(Arguments.of(torch.randn(2, 3, device="meta")))[0]})
     assert seen == ["meta"]
-
-
-class Typed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros(3, dtype=self.a(x).dtype)
-
-
-def test_autocast_outside(run_stages: Run) -> None:
-    model = Residual().float()
-    x = torch.randn(3, 4, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        staged = trace(model, Arguments.of(x), 2)
-        expected = model(x)
-        assert expected.dtype is torch.bfloat16
-        assert torch.equal(run_stages(staged, Arguments.of(x)), expected)
-        typed = trace(Typed().float(), Arguments.of(x), 1)
-    assert torch.equal(run_stages(staged, Arguments.of(x)), model(x))
-    assert run_stages(typed, Arguments.of(x)).dtype is torch.float32

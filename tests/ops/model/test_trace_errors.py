@@ -16,10 +16,8 @@ from asyncpipe.errors import BatchError, OptionError, StageError, TraceError
 from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
-from asyncpipe.ops.model.trace import progress
 from asyncpipe.ops.model.trace.trace import trace
 
-Run = Callable[[StagedModel, Arguments], Any]
 Check = Callable[[nn.Module, StagedModel, Arguments], Any]
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -54,20 +52,6 @@ def test_smaller_submodules_are_split_where_the_outer_ones_are_uneven(
     staged = trace(model, Arguments.of(torch.randn(2, 8)), stages)
     assert [len(list(stage.parameters())) for stage in staged.stages] == parameters
     check(model, staged, Arguments.of(torch.randn(5, 8)))
-
-
-def test_the_end_of_a_submodule_is_that_of_what_it_calls() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 1))
-    staged = trace(model, Arguments.of(torch.randn(2, 3)), {"0": SplitPoint.END})
-    assert [len(list(stage.parameters())) for stage in staged.stages] == [4, 2]
-    assert "tanh" in staged.stages[1].graphs[True].graph.code
-
-
-def test_submodules_that_begin_together_are_one_place_to_cut() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    assert len(trace(model, Arguments.of(torch.randn(2, 3)), 3).stages) == 3
-    with pytest.raises(TraceError, match=r"4 stages need 3 cuts, .* begin at only 2 places"):
-        trace(model, Arguments.of(torch.randn(2, 3)), 4)
 
 
 @pytest.mark.parametrize(
@@ -164,17 +148,6 @@ def test_models_that_cannot_be_traced(model: Callable[[], Any], arguments: Argum
     assert ("cannot be traced" in told) == (type(raised.value.__cause__).__name__.startswith("Guard"))
 
 
-def test_a_model_without_submodules(run_stages: Run) -> None:
-    class Bare(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sin()
-
-    staged = trace(Bare(), Arguments.of(torch.randn(2)), 1)
-    assert torch.equal(run_stages(staged, Arguments.of(torch.zeros(3))), torch.zeros(3))
-    staged = trace(nn.Identity(), Arguments.of(torch.randn(2)), 1)
-    assert torch.equal(run_stages(staged, Arguments.of(torch.ones(3))), torch.ones(3))
-
-
 # Arguments that do not fit
 
 
@@ -240,26 +213,6 @@ def test_with_a_batch_only_the_number_of_samples_may_differ() -> None:
         trace(nn.Tanh(), Arguments.of(torch.randn(5, 2)), 1, dynamic="none")  # type: ignore[arg-type]
 
 
-def test_a_long_trace_is_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10_000, 6))
-    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
-    trace(Chain(), Arguments.of(torch.randn(2, 4)), 2)
-    told = [each for each in caplog.records if each.name == progress.__name__]
-    first = told[0]
-    assert first.levelname == "WARNING"
-    assert "tracing Chain has taken" in first.getMessage()
-    assert first.getMessage().endswith("in train mode (dynamic='auto'; 'batch' may be faster)")
-    assert [each.levelname for each in told].count("WARNING") == 1
-
-
-def test_an_example_of_one_sample_fixes_the_batch_size() -> None:
-    staged = trace(Chain(), Arguments.of(torch.randn(1, 4)), 2)
-    with pytest.raises(
-        BatchError, match=r"x.size\(\)\[0\] == 1; trace with an example like it, of at least two samples"
-    ):
-        staged.takes(Arguments.of(torch.randn(2, 4)))
-
-
 # What a trace would drop
 
 HOOKS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
@@ -313,17 +266,6 @@ def test_hooks_of_all_modules_are_refused() -> None:
             trace(Chain(), Arguments.of(torch.randn(2, 4)), ["second"])
     finally:
         handle.remove()
-
-
-def test_the_hook_that_serves_reentrant_checkpoints_is_left_out(check: Check) -> None:
-    def make_inputs_require_grads(module: nn.Module, given: Any, output: Tensor) -> None:
-        output.requires_grad_(True)
-
-    model = Chain()
-    make_inputs_require_grads.__qualname__ = "Model.enable_input_require_grads.<locals>.make_inputs_require_grads"
-    model.first.register_forward_hook(make_inputs_require_grads)
-    staged = trace(model, Arguments.of(torch.randn(2, 4)), ["second"])
-    check(model, staged, Arguments.of(torch.randn(3, 4)))
 
 
 DRAWS: dict[str, tuple[Callable[[Any], float], str]] = {

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
-import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch.nn import functional
 from asyncpipe.errors import TraceError
 from asyncpipe.ops.autograd.random_streams import RandomStream
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.stage import CALLER, StagedModel
+from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.trace.trace import trace
 
 Run = Callable[[StagedModel, Arguments], Any]
@@ -51,45 +48,6 @@ def test_batch_norm_and_dropout_in_both_modes(split: Any, check: Check, run_stag
     assert torch.equal(check(model, staged, Arguments.of(x)), run_stages(staged, Arguments.of(x)))
     model.train()
     assert not torch.equal(run_stages(staged, Arguments.of(x)), run_stages(staged, Arguments.of(x)))
-
-
-class Auxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.aux = (nn.Linear(3, 3) for _ in range(4))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = self.a(x)
-        output = {"y": self.c(self.b(x))}
-        if self.training:
-            output["aux"] = self.aux(x)
-        return output
-
-
-def test_a_link_that_one_mode_needs_is_empty_in_the_other(check: Check) -> None:
-    model = Auxiliary()
-    staged = trace(model, Arguments.of(torch.randn(2, 3)), ["b", "c"])
-    assert staged.links == ((0, 1), (0, 2), (1, 2))
-    check(model, staged, Arguments.of(torch.randn(3, 3)))
-    model.eval()
-    assert set(check(model, staged, Arguments.of(torch.randn(3, 3)))) == {"y"}
-    sent = staged.stages[0](dict.fromkeys([CALLER], staged.takes(Arguments.of(torch.randn(3, 3)))[0]))
-    assert sent[2] == ()
-    with pytest.raises(TraceError, match="'aux' computes nothing in eval mode"):
-        trace(model, Arguments.of(torch.randn(2, 3)), ["aux"])
-
-
-def test_modes_of_submodules_are_kept(check: Check) -> None:
-    model = Normed()
-    model.norm.eval()
-    staged = trace(model, Arguments.of(torch.randn(2, 2, 5, 5)), ["norm"])
-    assert model.training
-    assert not model.norm.training
-    assert all(module.training for module in model.modules() if module is not model.norm)
-    check(model, staged, Arguments.of(torch.randn(2, 2, 5, 5)))
-    assert model.norm.num_batches_tracked == 0
-    evaluated = trace(nn.Linear(3, 3).eval(), Arguments.of(torch.randn(2, 3)), 1)
-    assert not evaluated.stages[0].training
 
 
 def test_tracing_leaves_the_model_and_the_generators_alone() -> None:
@@ -181,30 +139,6 @@ def test_a_stage_that_overwrites_what_it_receives_says_so(check: Check) -> None:
     check(model, staged, Arguments.of(torch.randn(3, 4)))
 
 
-class Stale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        view = h[:, :2]
-        y = self.b(x)
-        h.mul_(2)
-        return self.c(y).sum() + view.sum() + h.sum()
-
-
-@pytest.mark.parametrize("split", [["b"], ["b", "c"]])
-def test_another_view_of_what_a_stage_overwrites(split: list[str]) -> None:
-    with pytest.raises(TraceError, match=r"stage 1 overwrites in place .* a value that it received"):
-        trace(Stale(), Arguments.of(torch.randn(2, 4)), split)
-
-
-def test_views_within_a_stage_follow_its_change(check: Check) -> None:
-    model = Stale()
-    check(model, trace(model, Arguments.of(torch.randn(2, 4)), ["c"]), Arguments.of(torch.randn(3, 4)))
-
-
 class SharedNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -223,20 +157,6 @@ def test_a_buffer_that_several_stages_change(check: Check) -> None:
 
 
 # Random numbers
-
-
-class Drawing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.dropout = nn.LSTM(4, 4, 2, dropout=0.3, batch_first=True), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lstm(x)[0]
-        q = x[:, None]
-        x = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.2)[:, 0] + torch.rand(4)
-        with torch.no_grad():
-            noise = functional.dropout1d(torch.bernoulli(torch.full((4, 4), 0.5)), 0.1)
-        return self.dropout(x) + noise
 
 
 @pytest.mark.parametrize(
@@ -296,34 +216,3 @@ def test_what_the_forward_makes_is_on_the_stages_device(run_stages: Run) -> None
     output = run_stages(staged, Arguments.of(torch.randn(4, 3, device="meta")))
     assert output.is_meta
     assert output.shape == (4, 3)
-
-
-@pytest.fixture(scope="module")
-def normed(doubles: None) -> StagedModel:
-    return trace(Normed(), Arguments.of(torch.randn(2, 2, 5, 5)), ["norm", "head"], dynamic="all")
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda stages: pickle.loads(pickle.dumps(stages))])
-def test_stages_can_be_copied(duplicate: Callable[[Any], Any], run_stages: Run, normed: StagedModel) -> None:
-    model, staged = normed.module, normed
-    copies = StagedModel(model, duplicate(list(staged.stages)), staged.links, staged.takes)
-    assert not {id(p) for stage in copies.stages for p in stage.parameters()} & {id(p) for p in model.parameters()}
-    arguments = Arguments.of(torch.randn(3, 2, 6, 6))
-    torch.manual_seed(2)
-    expected = run_stages(staged, arguments)
-    torch.manual_seed(2)
-    assert torch.equal(run_stages(copies, arguments), expected)
-    copies.stages[1].to("meta")
-    assert not any(buffer.is_meta for buffer in model.buffers())
-
-
-def test_the_example_is_not_kept() -> None:
-    x = torch.randn(2, 4)
-    alive = weakref.ref(x)
-    storage = weakref.ref(x.untyped_storage())
-    staged = trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), Arguments.of(x), 2)
-    del x
-    gc.collect()
-    assert alive() is None
-    assert storage() is None
-    assert len(staged.stages) == 2

@@ -56,19 +56,6 @@ def test_memory_is_used_again_when_the_last_view_is_gone(ends: Ends) -> None:
     assert memory.size < 10 * SIZE
 
 
-def test_what_is_freed_twice_is_freed_once(ends: Ends) -> None:
-    memory, _ = ends
-    (first,) = memory.put([filled(1)])
-    assert isinstance(first, Place)
-    memory.free([first])
-    (second,) = memory.put([filled(2)])
-    memory.free([first])
-    (third,) = memory.put([filled(3)])
-    assert isinstance(second, Place)
-    assert isinstance(third, Place)
-    assert third.start >= second.start + second.size
-
-
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_without_memory_buffers_stay_as_they_are(ends: Ends, monkeypatch: pytest.MonkeyPatch, is_closed: bool) -> None:
     def refuse(*_: int) -> None:

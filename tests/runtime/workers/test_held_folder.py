@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncpipe.runtime.workers import held_folder
 from asyncpipe.runtime.workers.held_folder import HeldFolder
 
 PREFIX = "asyncpipe-held-"
@@ -54,33 +53,3 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one(place: Path, 
     for each in (first, second, second):
         each.remove()
     assert list(place.iterdir()) == []
-
-
-def test_other_folders_stay(place: Path) -> None:
-    """Those of other names, those of others, and what is no folder."""
-    (place / "asyncpipe-other").mkdir()
-    (place / f"{PREFIX}file").touch()
-    (place / "target").mkdir()
-    (place / f"{PREFIX}link").symlink_to(place / "target")
-    before = set(place.iterdir())
-    held = HeldFolder(PREFIX)
-    HeldFolder(PREFIX).remove()
-    assert set(place.iterdir()) == before | {Path(held.path)}
-    held.remove()
-    assert set(place.iterdir()) == before
-
-
-def test_a_folder_that_is_removed_before_it_is_locked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a process that looks for what is left, at that moment."""
-    flock, removed = held_folder.fcntl.flock, []
-
-    def remove_first(descriptor: int, how: int) -> None:
-        if not removed:
-            removed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-            os.rmdir(removed[0])
-        flock(descriptor, how)
-
-    monkeypatch.setattr(held_folder.fcntl, "flock", remove_first)
-    held = HeldFolder(PREFIX)
-    assert [str(each) for each in place.iterdir()] == [held.path] != removed
-    held.remove()

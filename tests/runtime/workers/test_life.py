@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from worker_helpers import SECONDS, Recorded, folders, is_alive, is_there, open_
 
 from asyncpipe.errors import OptionError, WorkerLostError, WorkerStartError
 from asyncpipe.runtime.workers import supervisor
-from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.local_process import LocalProcess
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
@@ -136,16 +134,6 @@ async def test_one_that_does_not_stop_is_killed_and_is_not_lost():
     assert recorded.heard == []
 
 
-async def test_what_was_sent_before_is_handled_before_it_stops():
-    recorded = Recorded()
-    async with recorded.group as group:
-        (worker,) = await group.start("worker")
-        for number in range(200):
-            worker.send(("send", number))
-        await worker.stop()
-        assert [message for _, message in recorded.heard] == list(range(200))
-
-
 async def test_signals_to_the_whole_group_of_processes_are_the_controllers():
     recorded = Recorded()
     async with recorded.group as group:
@@ -196,15 +184,6 @@ async def test_if_one_does_not_start_none_is_left(entry, message):
     assert not folders()
 
 
-async def test_one_that_does_not_come_up_is_killed():
-    recorded = Recorded(launcher=(launcher := Fails("worker_entries:hangs")), limits=WorkerLimits(start=0.3))
-    async with recorded.group as group:
-        with pytest.raises(WorkerStartError, match=r"worker 'bad' did not start: it was not up within 0.3 s"):
-            await group.start("bad")
-        assert not any(map(is_there, launcher.pids))
-    assert not folders()
-
-
 async def test_a_launcher_that_fails_is_a_start_that_fails(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     monkeypatch.setattr("asyncpipe.runtime.workers.child_process.get_executable", lambda: "/no/such/python")
@@ -225,15 +204,6 @@ async def test_a_start_that_is_cancelled_leaves_nothing():
     assert not folders()
 
 
-async def test_closing_ends_a_start_that_is_under_way():
-    async with Recorded(launcher=(launcher := Fails("worker_entries:hangs"))).group as group:
-        start = asyncio.create_task(group.start("bad"))
-        await until("it is started", lambda: launcher.pids)
-    with pytest.raises(asyncio.CancelledError):
-        await start
-    assert not is_there(launcher.pids[0])
-
-
 async def test_a_group_that_is_dropped_kills_its_workers(new_threads):
     recorded = Recorded()
     group = await recorded.group.__aenter__()
@@ -244,18 +214,6 @@ async def test_a_group_that_is_dropped_kills_its_workers(new_threads):
     assert not any(is_there(worker.pid) for worker in workers)
     await until("its thread has ended", lambda: not new_threads())
     await group.close()
-
-
-async def test_a_group_that_nobody_holds_kills_its_workers(new_threads):
-    group = WorkerGroup(ProcessLauncher(), "worker_entries:deeds")
-    await group.__aenter__()
-    (worker,) = await group.start("worker")
-    del group
-    gc.collect()
-    async with asyncio.timeout(SECONDS):
-        await worker.ended.wait()
-    assert not is_there(worker.pid)
-    await until("its thread has ended", lambda: not new_threads())
 
 
 NOT_CLOSED = """
@@ -278,52 +236,6 @@ def test_a_group_that_is_not_closed_when_the_interpreter_ends_kills_its_workers(
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
     assert not any(map(is_there, pids))
-
-
-class SlowToEnd:
-    """A process that has ended for who asks a third time: the group is dropped while the second one waits."""
-
-    def __init__(self, process: LocalProcess) -> None:
-        self.process = process
-        self.asked = 0
-        self.board = process.board
-        self.batches = process.batches
-        self.has_own_accelerators = False
-
-    def show_stacks(self) -> None:
-        self.process.show_stacks()
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def stderr(self) -> str:
-        return self.process.stderr()
-
-    async def wait(self) -> int | None:
-        self.asked += 1
-        return await self.process.wait() if self.asked > 2 else await asyncio.get_running_loop().create_future()
-
-
-class StartsSlowToEnd(ProcessLauncher):
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: list[SlowToEnd] = []
-
-    async def start(self, invitation: Invitation) -> SlowToEnd:  # type: ignore[override]
-        self.started.append(SlowToEnd(await super().start(invitation)))
-        return self.started[-1]
-
-
-async def test_a_group_that_is_dropped_while_a_worker_ends_still_reaps_it(new_threads):
-    recorded = Recorded(launcher=(launcher := StartsSlowToEnd()))
-    group = await recorded.group.__aenter__()
-    (worker,) = await group.start("worker")
-    worker.kill("this is a test")
-    await until("it is asked for its end", lambda: launcher.started[0].asked == 2)
-    group.kill()
-    assert (await recorded.loss()).exit_status == -signal.SIGKILL
-    assert not is_there(worker.pid)
-    await until("its thread has ended", lambda: not new_threads())
 
 
 async def test_twenty_rounds_leave_no_file_and_no_thread(new_threads):

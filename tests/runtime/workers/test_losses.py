@@ -110,29 +110,6 @@ async def test_a_worker_whose_main_thread_computes_is_not_lost():
     assert recorded.heard == []
 
 
-@pytest.mark.parametrize(
-    ("message", "how"),
-    [("wait", "has lost its connection to the controller"), ("hold the GIL", "has closed its connection")],
-)
-async def test_a_worker_that_closes_its_connection_ends_or_is_killed(message, how):
-    recorded = Recorded(entry="hangs_up")
-    async with recorded.group as group:
-        (worker,) = await group.start("worker")
-        worker.send(message)
-        assert (await recorded.loss()).how == how
-        assert not is_there(worker.pid)
-
-
-async def test_an_entry_that_returns_ends_the_worker_with_all_that_it_sent():
-    recorded = Recorded(entry="says_bye")
-    async with recorded.group as group:
-        (worker,) = await group.start("worker")
-        worker.send(MANY)
-        loss = await recorded.loss()
-        assert loss.how == "exited with status 0"
-        assert [message for _, message in recorded.heard] == [*range(MANY), loss]
-
-
 async def test_what_a_worker_has_sent_arrives_though_it_has_ended_since(monkeypatch):
     monkeypatch.setattr(channel, "READS_PER_TURN", 1)  # It ends with its messages unread.
     recorded = Recorded()
@@ -141,20 +118,6 @@ async def test_what_a_worker_has_sent_arrives_though_it_has_ended_since(monkeypa
         worker.send(("say_and_exit", MANY // 10))
         loss = await recorded.loss()
         assert [message for _, message in recorded.heard] == [*range(MANY // 10), loss]
-
-
-async def test_a_status_that_somebody_else_has_taken_is_not_known():
-    recorded = Recorded()
-    async with recorded.group as group:
-        (worker,) = await group.start("worker")
-        worker.send(("exit", 3))
-        # The group's thread may be faster, and then has the status.
-        try:
-            os.waitpid(worker.pid, 0)  # noqa: ASYNC222 - it ends at once
-            how = "ended, with a status that is not known"
-        except ChildProcessError:
-            how = "exited with status 3"
-        assert (await recorded.loss()).how == how
 
 
 def test_the_errors_say_what_ran_and_can_be_pickled():

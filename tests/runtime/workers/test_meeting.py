@@ -17,13 +17,11 @@ import torch
 from edge_helpers import SECONDS, SECRET, Inbox, message, nothing_left
 from thread_helpers import Threads, run_all
 
-from asyncpipe.errors import EdgeError, OptionError
+from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.runtime.workers import meeting, tcp
-from asyncpipe.runtime.workers.handshake import secret_for
 from asyncpipe.runtime.workers.launcher import Address
 from asyncpipe.runtime.workers.meeting import Door, meet
-from asyncpipe.runtime.workers.place import WorkerPlace, address_of_interface, interface_of, is_loopback
 
 HERE = "127.0.0.1"
 PAIR = (0, 1)
@@ -126,13 +124,6 @@ def test_a_stranger_that_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPat
         each[PAIR].close()
 
 
-def test_a_pipeline_that_is_given_up() -> None:
-    door = Door(1, host=HERE)
-    receiver = Threads(lambda: raised(lambda: begin(1, door, {})))
-    door.give_up()
-    assert str(receiver.join()[0]) == "worker 1 waits for no other workers any more: the pipeline is given up"
-
-
 def test_who_cannot_be_reached_is_named_with_the_reason() -> None:
     with socket.create_server((HERE, 0)) as nobody:
         address = nobody.getsockname()
@@ -140,30 +131,6 @@ def test_who_cannot_be_reached_is_named_with_the_reason() -> None:
     assert str(error) == (
         "worker 1 did not come within 0.1 s; waiting for the edges 0 > 1; the last try: [Errno 111] Connection refused"
     )
-
-
-def test_an_address_that_is_none_of_this_machine() -> None:
-    with pytest.raises(EdgeError, match=r"^worker 0 cannot listen at \('198.51.100.1', 0\): "):
-        Door(0, host="198.51.100.1")
-
-
-def test_places_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server((HERE, 0)) as listener, socket.create_connection(listener.getsockname()) as control:
-        place = WorkerPlace.of_this_process(control)
-        assert place == WorkerPlace.of_this_process(control)
-        assert (place.host, place.address) == (socket.gethostname(), HERE)
-        monkeypatch.setenv("ASYNCPIPE_MACHINE", "another")
-        assert WorkerPlace.of_this_process(control).machine == "another" != place.machine
-    assert {address_of_interface(each) for each in ("lo", HERE, "127.0.0.0/8")} == {HERE}
-    assert interface_of(HERE) == "lo"
-    assert [is_loopback(each) for each in (HERE, "::1", "10.0.0.1", "fe80::1%eth0")] == [True, True, False, False]
-    for wrong in ("eth99", "198.51.100.1", "198.51.100.0/24"):
-        with pytest.raises(OptionError, match=rf"has no interface '{wrong}', .* it has .*lo \(127.0.0.1\)"):
-            address_of_interface(wrong)
-
-
-def test_secrets_for_purposes() -> None:
-    assert len({secret_for(SECRET, "edges"), secret_for(SECRET, "other"), secret_for(b"", "edges"), SECRET}) == 4
 
 
 class Host:

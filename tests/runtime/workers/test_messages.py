@@ -18,14 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worker_entries import TwoArgumentsError
-from worker_helpers import SECONDS, Recorded, until
+from worker_helpers import SECONDS, Recorded
 
 from asyncpipe.errors import MessageError, RemoteError, TaskError
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.workers.channel import FRAME_BYTES, SMALLEST_MAPPED, Channel, Role
-from asyncpipe.runtime.workers.clock import ClockOffset
-from asyncpipe.runtime.workers.main_module import own_main_class
-from asyncpipe.runtime.workers.packed import SMALLEST_OUT_OF_BAND, Packed, pack, unpack
+from asyncpipe.runtime.workers.packed import Packed, pack
 
 ROOT = Path(__file__).parents[3]
 LARGE = 64 << 20
@@ -85,17 +83,6 @@ async def test_what_cannot_be_pickled_or_unpickled_is_said_by_a_sentence():
     assert recorded.heard == []
 
 
-async def test_a_question_that_is_cancelled_takes_no_other_ones_answer():
-    async with Recorded().group as group:
-        (worker,) = await group.start("worker")
-        for number in range(20):
-            question = asyncio.create_task(worker.ask(("later", "old")))
-            await asyncio.sleep(0)
-            question.cancel()
-            assert await worker.ask(("later", number)) == number
-            assert question.cancelled()
-
-
 async def test_log_records_of_a_worker_are_handled_by_the_controllers_loggers(caplog):
     caplog.set_level(logging.ERROR, "asyncpipe.quiet")
     caplog.set_level(logging.INFO, "asyncpipe")  # The level of the handler, too.
@@ -109,27 +96,6 @@ async def test_log_records_of_a_worker_are_handled_by_the_controllers_loggers(ca
         ("asyncpipe.some", logging.INFO, "worker 7: told"),
         ("of a user", logging.WARNING, "worker 7: told, too"),
     ]
-
-
-async def test_the_clocks_of_one_host_have_no_offset():
-    async with Recorded().group as group:
-        (worker,) = await group.start("worker")
-        await until("there was a round trip", lambda: worker.supervisor.clock.round_trips)
-        assert worker.clock_offset == 0.0
-        assert worker.supervisor.clock.half_trip < SECONDS
-
-
-def test_the_shortest_round_trip_tells_the_offset():
-    clock = ClockOffset()
-    assert (clock.offset, clock.half_trip) == (0.0, float("inf"))
-    clock.add(10.0, 110.5, 11.0)
-    clock.add(20.0, 121.5, 24.0)
-    assert (clock.offset, clock.half_trip) == (100.0, 0.5)
-    clock.add(30.0, 130.125, 30.25)
-    assert (clock.offset, clock.half_trip) == (100.0, 0.125)
-    for turn in range(120):
-        clock.add(100.0 + turn, 100.25 + turn, 100.5 + turn)
-    assert clock.offset == 0.0, "old round trips do not count, and 0 is within half a trip"
 
 
 # Large messages
@@ -204,20 +170,6 @@ def test_an_urgent_message_overtakes_a_large_one(pair):
     assert sender.flush(SECONDS)
 
 
-def test_a_closed_channel_takes_messages_and_loses_them(pair):
-    portal, (first, second), _, closed = pair
-
-    async def end() -> None:
-        second.close()
-
-    portal.call(end())
-    assert closed.wait(SECONDS)
-    for channel in (first, second):
-        for _ in range(100):
-            channel.send(Role.MESSAGE, 1, Packed((memoryview(bytes(FRAME_BYTES)),)))
-        assert channel.flush(SECONDS)
-
-
 @pytest.mark.parametrize(
     "garbage", [b"\xff" * 6, b"\x01\x00\x00\x00\x00\x01", b"\x00\x01\x00\x00\x00\x00", b"\x00" * 6]
 )
@@ -268,14 +220,6 @@ def test_messages_arrive_whole_and_those_of_a_stream_in_order(messages):
                 assert numbers == sent.get((box, urgent), [])
     finally:
         close(portal, channels)
-
-
-def test_small_buffers_stay_in_the_pickle():
-    small, large = bytearray(SMALLEST_OUT_OF_BAND - 1), bytearray(SMALLEST_OUT_OF_BAND)
-    packed = pack([pickle.PickleBuffer(small), pickle.PickleBuffer(large)])
-    assert [part.nbytes for part in packed.parts][1:] == [len(large)]
-    assert unpack(packed, own_main_class) == [small, large]
-    assert pack(packed) is packed
 
 
 # Classes of the controller's script
@@ -335,10 +279,6 @@ def test_a_script_with_a_guard_is_imported_where_its_classes_are_needed(tmp_path
 
 def test_a_module_that_is_run_by_its_name_is_imported(tmp_path):
     assert ran(tmp_path, GUARD, "-m", "package.module", main="package/module.py") == ECHOED
-
-
-def test_a_folder_that_is_run_is_imported(tmp_path):
-    assert ran(tmp_path, GUARD, "package", main="package/__main__.py") == ECHOED
 
 
 def test_a_script_without_a_guard_does_not_run_twice(tmp_path):

@@ -16,7 +16,6 @@ from worker_helpers import SECONDS, Recorded, is_alive, is_there, until
 
 from asyncpipe.errors import LauncherError, OptionError
 from asyncpipe.runtime.workers import ray_workers
-from asyncpipe.runtime.workers.agents import shared_out
 from asyncpipe.runtime.workers.launcher import PlannedWorker
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.worker.ray_driver import _AgentActor
@@ -148,30 +147,6 @@ async def test_what_cannot_be_placed_says_so(cluster, arguments, devices, messag
     assert not cluster.started
 
 
-@pytest.mark.parametrize(
-    ("arguments", "devices", "bundles"),
-    [
-        ({}, ["cpu:0", "cpu:1", "cpu:2"], [2, 1]),
-        ({"hosts": 1}, ["cpu:0", "cpu:1", "cpu:2"], [3]),
-        ({"placement": "device"}, ["cpu:0", "cpu:1"], [1, 1]),
-        ({}, ["b/cpu:0", "a/cpu:0", "b/cpu:1"], [2, 1]),
-    ],
-)
-async def test_devices_are_shared_out_over_bundles(cluster, arguments, devices, bundles):
-    launcher = RayWorkers("auto", cpus=0.5, **arguments)
-    assert await launcher.prepare([PlannedWorker(name, (name,)) for name in devices]) is None
-    assert [bundle["CPU"] for bundle in cluster.reserved[0]["bundles"]] == [0.5 * number for number in bundles]
-    assert "resources" not in cluster.opened[0]["options"], "of a cluster that is not ours nothing is changed"
-    await launcher.close()
-
-
-async def test_a_host_that_is_a_machine_is_that_machine(cluster):
-    launcher = RayWorkers("auto")
-    await launcher.prepare([PlannedWorker("w", ("second/cpu:0",)), PlannedWorker("v", ("10.0.0.1/cpu:0",))])
-    assert cluster.reserved[0]["bundles"] == 2 * [{"CPU": 1.0, "node:10.0.0.1": 0.001}]
-    await launcher.close()
-
-
 async def test_other_machines_must_be_told_where_to_connect(cluster):
     cluster.nodes[1]["address"] = "10.0.0.2"
     with pytest.raises(OptionError, match=r"other machines \(10.0.0.2\).*interface.*knows it as 10.0.0.1"):
@@ -194,11 +169,6 @@ async def test_without_ray_it_says_what_to_install(monkeypatch):
     ):
         with pytest.raises(OptionError):
             RayWorkers(**wrong)
-
-
-def test_neighbours_stay_together():
-    assert shared_out("abcde", 2) == [("a", "b", "c"), ("d", "e")]
-    assert shared_out("abc", 3) == [("a",), ("b",), ("c",)]
 
 
 async def test_nothing_is_left_of_a_start_that_an_agent_cannot_make(cluster, monkeypatch):

@@ -150,16 +150,3 @@ async def test_the_socket_is_in_a_folder_that_only_this_user_can_enter():
     async with Recorded().group as group:
         await group.start("worker")
         assert not folders()
-
-
-@pytest.mark.parametrize("turns", range(5))
-async def test_who_comes_when_the_listening_ends_is_closed(turns):
-    """Also between two turns of the loop, in which it was accepted and its handshake has not begun."""
-    listener = ControlListener(SECRET, ("127.0.0.1", 0))
-    with listener.expecting(lambda connected: connected.close()) as (address, _):
-        connected = await asyncio.to_thread(tcp, address)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-    with connected, suppress(ConnectionResetError):
-        while await asyncio.to_thread(connected.recv, GREETING_AND_CHALLENGE):
-            pass

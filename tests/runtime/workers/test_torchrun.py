@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from worker_helpers import SECONDS, is_alive
+from worker_helpers import SECONDS
 
 from asyncpipe.errors import OptionError
 from asyncpipe.runtime.workers.launcher import PlannedWorker
@@ -128,15 +127,6 @@ def test_ranks_serve_one_pool_after_the_other_and_end_with_rank_0(tmp_path, host
         assert told["loss"] == ["a", 5, "last words"]
         assert (told["again"], told["second pool"]) == (pids["first"], pids["first"])
     assert not list(Path(tempfile.gettempdir()).glob("asyncpipe-torchrun-*/*"))
-
-
-def test_ranks_end_when_rank_0_is_killed(tmp_path):
-    with Ranks(tmp_path, HANGS="1") as ranks:
-        told = json.loads(ranks.processes[1].stdout.readline())
-        os.kill(told["controller"], signal.SIGKILL)
-        statuses = [status for status, *_ in ranks.ends()]
-        assert statuses[1] == -signal.SIGKILL
-        assert not any(map(is_alive, told["agents"]))
 
 
 def test_several_hosts_need_a_secret(tmp_path):
