@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from asyncpipe.core.engine.edge_shape import EdgeShape, EdgeState
-from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed
+from asyncpipe.core.engine.events import TaskCompleted, TaskFailed
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import OptionError
@@ -155,14 +155,14 @@ def _workers(pool: DevicePool) -> Workers:
 def _run(assignment: Assignment, post: PostEvent, seconds: float) -> None:
     """Run a task and report it, not before ``seconds`` have passed."""
     step, task, function, _ = assignment
-    if step.aborted:
-        post(TaskDropped(step.number, task))
+    if step.abort.is_requested:
+        step.abort.drop(post, task)
         return
     started = time.perf_counter()
     try:
         assert function() is None, "this executor cannot wait for an asynchronous device"
     except BaseException as error:  # noqa: BLE001 - reported, as any executor does
-        post(TaskFailed(step.number, task, error))
+        step.abort.request(post, TaskFailed(step.number, task, error))
         return
     time.sleep(max(0.0, started + seconds - time.perf_counter()))
     post(TaskCompleted(step.number, task, started, time.perf_counter()))

@@ -46,10 +46,10 @@ from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.wire_messages import Pieces, StepWork
-from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded, StartPart
 from asyncpipe.runtime.parts_driver import PartsDriver, PlacedPipeline, WorkerLink
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.packed import Packed, pack, unpack

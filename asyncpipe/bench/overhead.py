@@ -27,9 +27,9 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import TaskFunction
 from asyncpipe.runtime.observers import Observers
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 __all__ = ["OverheadSize", "metrics_cost", "run", "show"]

@@ -40,8 +40,8 @@ from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, run_steps
 from asyncpipe.pipeline.sync import SyncPipeline
-from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.observers import Observers
+from asyncpipe.runtime.step_driver import Tenant
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler

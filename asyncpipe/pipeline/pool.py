@@ -32,12 +32,13 @@ from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.pipeline.workers import Workers
 from asyncpipe.runtime.device_thread import hold_up
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, Tenant
+from asyncpipe.runtime.execution import Around, Bind, Execution, Gates
 from asyncpipe.runtime.executor import Executor, TaskFunction
 from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.portal import EXIT_SECONDS, Portal
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.started_step import Line, StartedHere, StartedInThread, StartedStep
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.task_threads import call_as_task, inside_task
 from asyncpipe.runtime.thread_executor import ThreadExecutor
@@ -306,7 +307,7 @@ class Tenancy:
     @property
     def is_open(self) -> bool:
         """Whether steps may begin: it has been opened, and closing has not begun."""
-        return self.is_up and self.pool.driver.takes(self.tenant)
+        return self.is_up and self.pool.driver.accepts(self.tenant)
 
     @property
     def is_up(self) -> bool:

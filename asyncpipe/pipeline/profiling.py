@@ -53,7 +53,7 @@ from asyncpipe.pipeline.options import PipelineArguments, PipelineOptions
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepInputs, StepOptions
-from asyncpipe.runtime.execution import Tenant
+from asyncpipe.runtime.step_driver import Tenant
 
 __all__ = ["Measuring", "SampleBatch", "choose", "measure", "resolve_auto"]
 

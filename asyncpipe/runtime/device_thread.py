@@ -15,13 +15,12 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from asyncpipe.core.engine.events import Event, TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.runtime.arrivals import Arrivals
 from asyncpipe.runtime.executor import (
     Assignment,
@@ -35,7 +34,7 @@ from asyncpipe.runtime.executor import (
 from asyncpipe.runtime.program_run import FREE_SLOT, Message, ProgramRun
 from asyncpipe.runtime.task_board import TaskSlot
 
-__all__ = ["AwaitedCompletion", "CompletionWork", "Completions", "DeviceWork", "Item", "hold_up", "take"]
+__all__ = ["AwaitedCompletion", "CompletionWork", "Completions", "DeviceWork", "Item", "claim", "hold_up"]
 
 Item = list[Assignment] | ProgramRun | Message | None
 """What comes by the queue; ``None`` ends the thread when it has nothing left to do."""
@@ -126,13 +125,13 @@ class DeviceWork:
             elif self._inbox.is_closing and not self._runs:
                 return True
             else:
-                self._take(self._next())
+                self._receive(self._next())
             del run  # It must not live while this waits.
             if self._batch and (arrivals := self._inbox.arrivals) is not None:
                 # Between two tasks that the scheduler has chosen, which may choose what arrives.
                 arrivals.look()
             while not self.queue.empty():
-                self._take(self.queue.get_nowait())
+                self._receive(self.queue.get_nowait())
 
     def hold_up(self, is_held: bool) -> None:
         """The running task is held up from now on, or not any more; on its thread. Its time begins behind that."""
@@ -162,10 +161,10 @@ class DeviceWork:
     def _has_items(self) -> bool:
         return not self.queue.empty()
 
-    def _take(self, item: Item) -> None:
+    def _receive(self, item: Item) -> None:
         if isinstance(item, tuple):
             run, place = item
-            run.take(place)
+            run.receive(place)
         elif isinstance(item, ProgramRun):
             self._runs.append(item)
         elif item is not None:
@@ -181,8 +180,8 @@ class DeviceWork:
     def _run_assignment(self) -> bool:
         """Run the oldest single task; false if it was given up meanwhile."""
         step, task, function, awaited = self._batch.popleft()
-        if step.aborted:
-            self._post(TaskDropped(step.number, task))
+        if step.abort.is_requested:
+            step.abort.drop(self._post, task)
             return True
         # Half of all tasks are copies that only the next task here waits for: they need no wake-up of their own. But
         # the last event of a step must not wait for a task of another job.
@@ -209,15 +208,14 @@ class DeviceWork:
                 if not self._run(step, run.program.tasks[position], None, run):
                     entered = False  # This thread ends with the task.
                     return False
-                if not step.aborted:
-                    run.release(position)
+                run.release(position)
                 while not self.queue.empty():
-                    self._take(self.queue.get_nowait())
+                    self._receive(self.queue.get_nowait())
                 if self._batch:
                     return True
                 if not run.can_go_on and len(self._runs) == 1 and not self._inbox.is_closing:
                     # Nothing else is to be done here.
-                    self._take(self._next())
+                    self._receive(self._next())
             return True
         finally:
             if entered:
@@ -232,12 +230,12 @@ class DeviceWork:
         try:
             run.surroundings.__enter__()
         except BaseException as error:  # noqa: BLE001 - reported, as in ``_run``
-            number, task = run.step.number, run.program.tasks[run.position]
+            abort, task = run.abort, run.program.tasks[run.position]
             run.position += 1
-            run.step.aborted = True
             del run
             clear_frames(error)
-            self._post(TaskFailed(number, task, error), at=time.perf_counter())
+            abort.request(self._post, TaskFailed(abort.number, task, error), time.perf_counter())
+            del abort
             return False
         return True
 
@@ -266,28 +264,22 @@ class DeviceWork:
                 assert function is not None
                 completion = function()
         except BaseException as error:  # noqa: BLE001 - reported: an exception that is lost would block the step
-            if not take(token):
+            if not claim(token):
                 return False
             if self._slot is not None:
                 self._slot.clear()
-            number, at = step.number, None if run is None else time.perf_counter()
-            if run is not None:
-                # Before the report: no device may begin a task that the scheduler does not count with any more.
-                step.aborted = True
+            abort, at = step.abort, None if run is None else time.perf_counter()
             # The traceback of the error holds this frame, and the step will hold the error.
-            handle, is_single = weakref.ref(step), run is None
             del step, function, run
             clear_frames(error)
             self.current = None
-            self._post(TaskFailed(number, task, error), at=at)
-            if is_single and (failed := handle()) is not None:
-                # Behind the report, since other devices drop tasks from now on. What this device was handed with the
-                # task may depend on it, an update of half the gradients for instance.
-                failed.aborted = True
+            # What this device was handed with the task may depend on it, an update of half the gradients for instance.
+            abort.request(self._post, TaskFailed(abort.number, task, error), at)
+            del abort
             return True
         ended = time.perf_counter()
         started += self._held
-        if not take(token):
+        if not claim(token):
             return False
         self.current = None
         if self._slot is not None:
@@ -328,35 +320,32 @@ class CompletionWork:
         """As ``DeviceWork.serve``."""
         while (item := self.queue.get()) is not None:
             step, task, completion, run = item
-            number = step.number
+            abort, number, failure = step.abort, step.number, None
             token: CompletionToken = [None]
             began = time.perf_counter()
             self.current = (step, task, began, token)
             if self.slot is not None:
                 self.slot.show(number, task, began)
-            event: Event
             try:
                 started, ended = completion.wait()
             except BaseException as error:  # noqa: BLE001 - reported, as above
                 clear_frames(error)
-                event = TaskFailed(number, task, error)
-                failed = True
-            else:
-                event = TaskCompleted(number, task, started, ended)
-                failed = False
-            if not take(token):
+                failure = TaskFailed(number, task, error)
+            if not claim(token):
                 return False
             self.current = None
             if self.slot is not None:
                 self.slot.clear()
-            if run is not None:
-                step.aborted = step.aborted or failed  # Before the report, as in ``DeviceWork``.
-                run.send((run, FREE_SLOT))
-            # The last event of a step must not wait for a task of the next one.
-            last = run is None or step.aborted or task == run.program.tasks[-1]
             at = None if run is None else time.perf_counter()
-            self._post(event, wake=last or self.queue.empty(), at=at)
-            del item, step, completion, run, event
+            if failure is not None:
+                abort.request(self._post, failure, at)
+            if run is not None:
+                run.send(FREE_SLOT)
+            if failure is None:
+                # The last event of a step must not wait for a task of the next one.
+                last = run is None or abort.is_requested or task == run.program.tasks[-1]
+                self._post(TaskCompleted(number, task, started, ended), wake=last or self.queue.empty(), at=at)
+            del item, step, completion, run, abort, failure
         return True
 
 
@@ -391,8 +380,8 @@ def clear_frames(error: BaseException) -> None:
             links += link.__cause__, link.__context__
 
 
-def take(token: CompletionToken) -> bool:
-    """Take the token; false if it was taken before."""
+def claim(token: CompletionToken) -> bool:
+    """Pop the token; false if somebody else did before."""
     try:
         token.pop()
     except IndexError:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from asyncpipe.core.engine.events import (
@@ -38,16 +38,15 @@ from asyncpipe.core.hangs.roots import hang_roots
 from asyncpipe.core.policies.policy import MakePolicy
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import remove_record
-from asyncpipe.errors import InvalidTransition, PipelineClosedError
+from asyncpipe.errors import InvalidTransition
 from asyncpipe.runtime.arrivals import Arrivals, Listens
-from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, Tenant, nothing_around
+from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, nothing_around
 from asyncpipe.runtime.executor import Assignment, Executor, JoinsInTime, Replaceable
-from asyncpipe.runtime.portal import wait_uncancelled
-from asyncpipe.runtime.program_run import TakesPrograms
+from asyncpipe.runtime.program_run import RunsPrograms
+from asyncpipe.runtime.step_abort import StepAbort
+from asyncpipe.runtime.step_driver import StepDriver, Tenant
 
 __all__ = ["Driver"]
-
-_T = TypeVar("_T")
 
 _FROM_OUTSIDE = (GateOpened, StepCancelled)
 """Events that may come after the end of their step."""
@@ -56,7 +55,7 @@ FULL_INBOX = 64
 """So many events wake the loop, even if none of them has to be handled at once."""
 
 
-class Driver:
+class Driver(StepDriver[Execution]):
     """Runs task graphs, several at a time, on a set of executors and on the loop that it is opened on."""
 
     def __init__(
@@ -68,10 +67,10 @@ class Driver:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``executors`` by device name; ``in_flight`` and ``policy`` as in ``SchedulerState``; ``clock`` in seconds."""
+        super().__init__(clock)
         self._executors = dict(executors)
         self.scheduler = SchedulerState(in_flight=in_flight, policy=policy)
         """Decides which task is next. Others may read it, on the loop's thread."""
-        self._clock = clock
         self._in_flight = in_flight
         self._programs: WeakKeyDictionary[TaskGraph, Programs] = WeakKeyDictionary()
         self._inbox: deque[tuple[float | None, Event]] = deque()
@@ -91,11 +90,8 @@ class Driver:
         """Asks the scheduler again at ``wake_at``, if no event comes before."""
         self._nobody = Tenant()
         """Whose steps are that nobody is named for."""
-        self._executions: dict[int, Execution] = {}
-        self._steps = 0
-        self._draining = False
-        self.is_closed = False
-        """Whether ``close`` was called, by its owner or because the scheduler broke."""
+        self._aborting = threading.RLock()
+        """For ``StepAbort``."""
 
     def open(self) -> None:
         """Start the executors and bind the driver to the running loop."""
@@ -117,14 +113,8 @@ class Driver:
         """Whether there is an executor for this device."""
         return device in self._executors
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a step is under way. From any thread."""
-        return bool(self._executions)
-
-    def takes(self, tenant: Tenant) -> bool:
-        """Whether steps of ``tenant`` may begin. From any thread."""
-        return self._loop is not None and not (self.is_closed or self._draining or tenant.leaving)
+    def accepts(self, tenant: Tenant) -> bool:
+        return self._loop is not None and super().accepts(tenant)
 
     async def run(
         self,
@@ -166,39 +156,18 @@ class Driver:
         failed or was cancelled already.
         """
         tenant = tenant or self._nobody
-        if not self.takes(tenant):
-            raise PipelineClosedError("the pipeline is closed")
-        if after is not None and after.aborted:
-            raise PipelineClosedError("the step before this one has failed, or was cancelled")
+        self._check_open(tenant)
         executors = [self._executors[lane.device] for lane in graph.lanes]
-        number = self._steps if number is None else number
-        execution = Execution(number, graph, bind, around, notes or StepNotes(), tenant, executors)
-        if after is not None and after.number in self._executions:
-            execution.follow(after)
-        self._steps = number + 1
-        self._executions[execution.number] = execution
-        by_program = all(isinstance(executor, TakesPrograms) for executor in set(executors))
-        before = None if execution.after is None else execution.after.number
-        self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, before))
-        execution.after = None
+        abort = StepAbort(self._next_number if number is None else number, self._aborting)
+        execution = Execution(abort, graph, bind, around, notes or StepNotes(), tenant, executors)
+        follows = self._begin(execution, after)
+        if follows is not None and after is not None:
+            execution.before = after.runs
+        by_program = all(isinstance(executor, RunsPrograms) for executor in set(executors))
+        self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, follows))
+        execution.before = ()
         if gates is not None:
             gates.attach(partial(self._open_gate, execution))
-        return execution
-
-    async def issued(self, execution: Execution) -> Execution:
-        """Wait until the last task of a step is issued.
-
-        Raises ``TaskError`` for the first task that fails. A cancellation takes effect between two tasks. In both
-        cases running tasks have ended, and queued ones are dropped, when this raises.
-        """
-        try:
-            end = await asyncio.shield(execution.issued)
-        except asyncio.CancelledError:
-            self.cancel(execution)
-            # No thread may use the step any more, even if the caller is cancelled again meanwhile.
-            await wait_uncancelled(execution.done)
-            raise
-        execution.raise_for(end)
         return execution
 
     def _open_gate(self, execution: Execution, gate: int) -> None:
@@ -216,24 +185,16 @@ class Driver:
         With ``tenant``, only its steps; the scheduler then forgets the measured times of its job. A backward that still
         waits for its caller's gradients is cancelled, because they may never come.
         """
-        # Otherwise this would wait for ever for a caller that begins one step after the other.
-        if tenant is None:
-            self._draining = True
-        else:
-            tenant.leaving = True
+        self._refuse(tenant)
         if not self.is_closed:
-            self._take_in()  # A gate may have been opened.
-        for execution in self._of(tenant):
+            self._handle_inbox()  # A gate may have been opened.
+        for execution in self._steps_of(tenant):
             # In other phases a gate waits for another worker, which ends its part of the step as well.
             if execution.graph.phase is Phase.BACKWARD and self.scheduler.waits_outside(execution.number):
                 self.cancel(execution)
-        while executions := self._of(tenant):
-            await asyncio.wait([execution.done for execution in executions])
+        await super().drain(tenant)
         if tenant is not None:
             self.scheduler.forget(tenant.share.job)
-
-    def _of(self, tenant: Tenant | None) -> list[Execution]:
-        return [step for step in self._executions.values() if tenant is None or step.tenant is tenant]
 
     def leave(self, tenant: Tenant) -> None:
         """End the threads that only ``tenant`` uses, once they are done. From any thread."""
@@ -251,7 +212,7 @@ class Driver:
                 continue
             for current in executor.running:
                 handle, task, started, _ = current
-                if (execution := self._executions.get(handle.number)) is not None:
+                if (execution := self._under_way.get(handle.number)) is not None:
                     expected = self.scheduler.expected(handle.number, task)
                     found.append(
                         RunningTask(execution, task, started, executor, current, expected, self.fail, self._waits)
@@ -293,10 +254,10 @@ class Driver:
 
     def fail(self, execution: Execution, task: int, error: BaseException) -> None:
         """Fail the step with ``error``, because the executor has given up ``task`` and will not report it."""
-        self._take_in()  # The executor may have reported the task just before.
+        self._handle_inbox()  # The executor may have reported the task just before.
         if self.scheduler.holds(execution.number, task):
-            self._stand_still(execution)
-            self._handle(TaskFailed(execution.number, task, error))
+            execution.abort.request(self._post, TaskFailed(execution.number, task, error))
+            self._handle_inbox()
 
     def close(self) -> None:
         """Cancel what is under way, and let the executors end once their queues are empty.
@@ -304,11 +265,10 @@ class Driver:
         May be called again, from any thread.
         """
         self.is_closed = True
-        for execution in tuple(self._executions.values()):
-            # As in ``cancel``, but the loop may be another thread's, or at its end.
-            execution.aborted = execution.aborted or bool(execution.runs)
-            self._post(StepCancelled(execution.number))
-            execution.stop_programs()
+        for execution in tuple(self._under_way.values()):
+            execution.abort.cancel(self._post)
+            # Not left to the loop, which may be at its end.
+            execution.abort.confirm()
         for executor in self._executors.values():
             executor.close()
 
@@ -325,31 +285,17 @@ class Driver:
                 executor.join_within(max(0.0, until - time.monotonic()))
 
     def cancel(self, execution: Execution) -> None:
-        """Abort the step, unless it is over, and those behind it. On the driver's loop."""
-        # Listed before some of them end: a step whose last task is issued meanwhile takes nobody along, but the devices
-        # were told to stand still.
-        ending, last = [execution], execution
-        while (later := last.later) is not None:
-            ending.append(last := later)
-        self._stand_still(execution)
-        for each in ending:
-            if each.number in self._executions:
-                self._handle(StepCancelled(each.number))
+        if execution.number in self._under_way:
+            execution.abort.cancel(self._post)
+            self._handle_inbox()
 
-    def _stand_still(self, execution: Execution) -> None:
-        """Take in all that programs have begun, and let them begin nothing more: the scheduler would not know of it."""
-        if execution.runs:
-            execution.aborted = True
-            self._take_in()
-
-    def _take_in(self) -> None:
-        """Handle what is in the inbox."""
+    def _handle_inbox(self) -> None:
         # This is no wake-up, so it must not count as a late one.
         self._asked_at = self._clock()
         self._drain_inbox()
 
     def _post(self, event: Event, *, wake: bool = True, at: float | None = None) -> None:
-        """Take an event from an executor, or from outside. Called on any thread."""
+        """Put an event into the inbox. Called on any thread."""
         self._inbox.append((at, event))
         if (wake or len(self._inbox) >= FULL_INBOX) and not self._wakeup_pending:
             self._wakeup_pending = True
@@ -371,7 +317,7 @@ class Driver:
         try:
             while self._inbox:
                 at, event = self._inbox.popleft()
-                if isinstance(event, _FROM_OUTSIDE) and event.step not in self._executions:
+                if isinstance(event, _FROM_OUTSIDE) and event.step not in self._under_way:
                     continue  # It ended meanwhile.
                 # Two tasks may be reported in another order than they ended in. What waits for them begins later.
                 if at is None:
@@ -421,7 +367,7 @@ class Driver:
     def _execute(self, commands: list[Command]) -> None:
         batches: dict[Executor, list[Assignment]] = {}
         for command in commands:
-            execution = self._executions[command.step]
+            execution = self._under_way[command.step]
             if isinstance(command, Dispatch):
                 graph = execution.graph
                 executor = execution.executors[graph.lane_of[command.task]]
@@ -432,11 +378,12 @@ class Driver:
             elif isinstance(command, RunPrograms):
                 self._run_programs(execution)
             elif isinstance(command, StepFinished):
-                _resolve(execution.issued, command)
+                if not execution.issued.done():
+                    execution.issued.set_result(command)
             elif isinstance(command, StepCompleted):
                 self._complete(execution, command)
             else:
-                execution.abort()
+                execution.abort.confirm()
         for executor, assignments in batches.items():
             executor.submit(assignments)
 
@@ -455,20 +402,13 @@ class Driver:
         record = remove_record(self.scheduler, execution.number)
         notes.taken = record.notes.taken
         record = replace(record, notes=notes)
-        del self._executions[execution.number]
-        execution.runs = []  # They refer to it.
-        execution.later = None
-        _resolve(execution.done, (end, record))
+        execution.complete(record)
+        self._end(execution, end)
         observers.show(record)
 
     def _break(self, error: BaseException) -> None:
         """End all steps with ``error``, which the scheduler or a policy raised, so that no caller waits for ever."""
         self.close()
-        for execution in self._executions.values():
+        for execution in self._under_way.values():
             execution.abandon(error)
-        self._executions.clear()
-
-
-def _resolve(future: asyncio.Future[_T], value: _T) -> None:
-    if not future.done():
-        future.set_result(value)
+        self._under_way.clear()

@@ -1,29 +1,25 @@
-"""One step under way on a driver: its tenant, its gates, and the futures that tell its end."""
+"""One step under way on threads, its gates, and its tasks as the watchdog sees them."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from asyncpipe.core.engine.events import StepCompleted, StepFinished
 from asyncpipe.core.graph.programs import Place, Programs
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import HungTaskError
 from asyncpipe.runtime.executor import Completion, CurrentTask, Executor, Replaceable, TaskFunction
-from asyncpipe.runtime.observers import Observers
-from asyncpipe.runtime.program_run import STOP, ProgramRun, TakesPrograms
-from asyncpipe.runtime.under_way import raise_for
+from asyncpipe.runtime.program_run import ProgramRun, RunsPrograms
+from asyncpipe.runtime.step_abort import StepAbort
+from asyncpipe.runtime.step_driver import DrivenStep, Tenant
 
 __all__ = [
     "Around",
@@ -31,7 +27,6 @@ __all__ = [
     "Execution",
     "Gates",
     "RunningTask",
-    "Tenant",
     "call_inside",
     "nothing_around",
 ]
@@ -55,70 +50,36 @@ def call_inside(context: AbstractContextManager[Any], function: TaskFunction) ->
         return function()
 
 
-@dataclass(slots=True, eq=False)
-class Tenant:
-    """A user of a driver: one of possibly several pipelines on the same devices."""
+class Execution(DrivenStep):
+    """One step under way on threads."""
 
-    share: Share = field(default_factory=Share)
-    """What its steps get of lanes that other tenants use as well."""
-    observers: Observers = field(default_factory=Observers)
-    """Who gets the records of its steps."""
-    leaving: bool = field(default=False, init=False)
-    """Set for good when the driver drains it: its steps are refused from then on."""
-
-
-@dataclass(eq=False, repr=False)
-class Execution:
-    """One step under way."""
-
-    number: int
-    graph: TaskGraph
-    bind: Bind
-    around: Around
-    notes: StepNotes
-    tenant: Tenant
-    executors: Sequence[Executor]
-    """The executor of each of the graph's lanes."""
-    after: Execution | None = field(default=None, init=False)
-    """The step that this one follows, until it is handed over."""
-    later: Execution | None = field(default=None, init=False)
-    """The step behind this one."""
-    runs: list[ProgramRun] = field(default_factory=list, init=False)
-    """Of each device, if the step runs by programs."""
-    gates: Sequence[Place] = field(default=(), init=False)
-    """By gate, the task that waits there, among ``runs``."""
-
-    def __post_init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._aborted = False
-        self.issued: asyncio.Future[StepFinished] = loop.create_future()
-        self.done: asyncio.Future[tuple[StepCompleted, StepRecord]] = loop.create_future()
+    def __init__(
+        self,
+        abort: StepAbort,
+        graph: TaskGraph,
+        bind: Bind,
+        around: Around,
+        notes: StepNotes,
+        tenant: Tenant,
+        executors: Sequence[Executor],
+    ) -> None:
+        """``executors`` are those of the graph's lanes."""
+        super().__init__(abort, graph, tenant)
+        self.bind = bind
+        self.around = around
+        self.notes = notes
+        self.executors = executors
+        self.runs: list[ProgramRun] = []
+        """Of each device, if the step runs by programs."""
+        self.before: Sequence[ProgramRun] = ()
+        """Those of the step that this one follows, until it is handed over."""
+        self._gates: Sequence[Place] = ()
+        """By gate, the task that waits there, among ``runs``."""
+        self._record: StepRecord | None = None
 
     def function(self, task: Task) -> TaskFunction:
         """What a single task calls."""
         return partial(call_inside, self.around(task.lane.device), self.bind(task))
-
-    @property
-    def aborted(self) -> bool:
-        """Read by executor threads: tasks that have not begun are dropped."""
-        return self._aborted
-
-    @aborted.setter
-    def aborted(self, value: bool) -> None:
-        # On any thread, and for good. The step behind needs what this one does not compute any more, and no scheduler
-        # is asked before its devices go on.
-        if value:
-            self._aborted = True
-            if (later := self.later) is not None:
-                later.aborted = True
-
-    def follow(self, earlier: Execution) -> None:
-        """Run behind ``earlier``, and end with it if that ends early."""
-        self.after, earlier.later = earlier, self
-        # Asked after that: a device that fails from now on sets both.
-        self.aborted = earlier.aborted
-
-    # Programs
 
     def start_programs(self, programs: Programs, in_flight: int) -> None:
         """Hand each device its program, behind that of the step before. ``in_flight`` as in ``ProgramRun``."""
@@ -127,15 +88,16 @@ class Execution:
         def call(task: int) -> Completion | None:
             return bind(tasks[task])()
 
-        before = {} if self.after is None else {run.program.device: run for run in self.after.runs}
-        self.gates = programs.gates
+        earlier = {run.program.device: run for run in self.before}
+        self._gates = programs.gates
         for program in programs.programs:
             executor = self.executors[self.graph.lane_of[program.tasks[0]]]
-            assert isinstance(executor, TakesPrograms)
+            assert isinstance(executor, RunsPrograms)
             executors.append(executor)
             around = self.around(self.graph.devices[program.device])
-            run = ProgramRun(self, program, call, around, in_flight, executor.send, before.get(program.device))
+            run = ProgramRun(self, program, call, around, in_flight, executor.send, earlier.get(program.device))
             self.runs.append(run)
+        self.abort.runs = self.runs
         for run in self.runs:
             run.join(self.runs)
         for executor, run in zip(executors, self.runs, strict=True):
@@ -144,45 +106,24 @@ class Execution:
     def open_gate(self, gate: int) -> None:
         """Tell the program at ``gate`` that it is open. From any thread, once the step was handed over."""
         if runs := self.runs:  # Read once: they are dropped at the step's end.
-            program, position = self.gates[gate]
-            runs[program].send((runs[program], position))
-
-    def abort(self) -> None:
-        """Drop what has not begun, as the scheduler expects from now on."""
-        self.aborted = True
-        self.stop_programs()
-
-    def stop_programs(self) -> None:
-        """Let the devices leave their programs. From any thread."""
-        self.aborted = self.aborted or bool(self.runs)
-        for run in self.runs:
-            run.send((run, STOP))
-
-    # Its end
-
-    def end(self) -> StepCompleted:
-        """How it has ended, once it is ``done``. From any thread."""
-        return self.done.result()[0]
+            program, position = self._gates[gate]
+            runs[program].send(position)
 
     def record(self) -> StepRecord:
         """Its record, once it is ``done``. From any thread."""
-        return self.done.result()[1]
+        assert self._record is not None
+        return self._record
 
-    async def completed(self) -> StepRecord:
-        """Wait until every device is done with the step; raises ``TaskError`` if a task failed meanwhile."""
-        end, record = await asyncio.shield(self.done)
-        self.raise_for(end)
-        return record
-
-    def raise_for(self, end: StepFinished | StepCompleted) -> None:
-        """Raise ``TaskError`` if a task failed, ``PipelineClosedError`` if the step was cancelled."""
-        raise_for(self.graph, end)
+    def complete(self, record: StepRecord) -> None:
+        """Every device is done with the step."""
+        self._record = record
+        self.runs = []  # They refer to it.
 
     def abandon(self, error: BaseException) -> None:
         """End the step with ``error``, because the scheduler cannot go on."""
-        self.abort()
+        self.abort.confirm()
+        self.abort.end()
         self.runs = []
-        self.later = None
         for future in (self.issued, self.done):
             if not future.done():
                 future.set_exception(error)

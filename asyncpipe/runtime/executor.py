@@ -9,7 +9,7 @@ Guarantees of every ``Executor``:
 - ``submit`` and ``close`` never block. ``join`` waits for the threads, after ``close``.
 
 ``thread_executor.py`` has the one that a pipeline uses. Executors that can run whole programs say so by one more
-method (``TakesPrograms``, in ``program_run.py``).
+method (``RunsPrograms``, in ``program_run.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from asyncpipe.core.engine.events import Event
 from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.runtime.step_abort import PostEvent, StepAbort
 
 __all__ = [
     "Assignment",
@@ -44,23 +44,13 @@ TaskFunction = Callable[[], Completion | None]
 """What a task computes. Returns ``None`` if it is done, else what to wait for."""
 
 
-class PostEvent(Protocol):
-    """Passes an event to the scheduler. Called on executor threads."""
-
-    def __call__(self, event: Event, *, wake: bool = True, at: float | None = None) -> None:
-        """Without ``wake`` the event waits until another one wakes the scheduler, which must follow soon.
-
-        It happened ``at`` this time of the executors' clock, or for ``None`` when the scheduler gets it.
-        """
-
-
 class StepHandle(Protocol):
     """What an executor needs to know of the step that a task belongs to."""
 
     number: int
     graph: TaskGraph
-    aborted: bool
-    """Once true, tasks that have not begun are dropped."""
+    abort: StepAbort
+    """Whether it ends early: then tasks that have not begun are dropped. What fails is reported through it."""
 
     @property
     def tenant(self) -> object:

@@ -30,6 +30,7 @@ from asyncpipe.core.hangs.reports import AskedFor, RunningReport, SeenWorker, Wo
 from asyncpipe.core.hangs.roots import HangRoot, HangState, cut_off, hang_roots
 from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.errors import HangError, WorkerLostError
+from asyncpipe.runtime.step_abort import StepAbort
 
 __all__ = ["HangSearch", "SuspectedWorker", "WatchedStep"]
 
@@ -84,7 +85,7 @@ class WatchedStep(Protocol):
 
     number: int
     graph: TaskGraph
-    aborted: bool
+    abort: StepAbort
 
     @property
     def pipeline(self) -> WatchedPipeline: ...
@@ -207,7 +208,7 @@ class HangSearch:
                     workers.add(worker)
                     found.append(Suspect(self, look, self._clock() - worker.silent_seconds, 0.0, worker))
             # A step that is behind another one waits for that.
-            if look.step.pipeline not in pipelines and not look.step.aborted:
+            if look.step.pipeline not in pipelines and not look.step.abort.is_requested:
                 pipelines.add(look.step.pipeline)
                 found.append(Suspect(self, look, look.moved_at, 0.0))
         return found

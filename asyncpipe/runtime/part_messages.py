@@ -101,17 +101,8 @@ def on_clock(ended: PartEnded, offset: float) -> PartEnded:
             return event._replace(started=event.started - offset, ended=event.ended - offset)
         return event
 
-    notes = replace(
-        ended.notes,
-        samples=[(at - offset, device, held) for at, device, held in ended.notes.samples],
-        arrived={task: at - offset for task, at in ended.notes.arrived.items()},
-        left={key: at - offset for key, at in ended.notes.left.items()},
-        taken={
-            lane: tuple((at - offset, seconds) for at, seconds in account)
-            for lane, account in ended.notes.taken.items()
-        },
-    )
-    return replace(ended, events=[(at - offset, moved(event)) for at, event in ended.events], notes=notes)
+    events = [(at - offset, moved(event)) for at, event in ended.events]
+    return replace(ended, events=events, notes=ended.notes.shifted(-offset))
 
 
 def _with_errors(

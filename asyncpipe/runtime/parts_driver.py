@@ -18,29 +18,28 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished, TaskCompleted, TaskFailed
+from asyncpipe.core.engine.events import Event, Outcome, StepCompleted, TaskCompleted, TaskFailed
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.records.clocks import EdgePassage, agreed_shifts
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.records.parts_record import WorkerPart, parts_record
-from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerChange, WorkerNotes, WorkerState
-from asyncpipe.errors import EdgeError, HangError, PipelineClosedError, WorkerLostError
-from asyncpipe.runtime.execution import Tenant
+from asyncpipe.errors import EdgeError, HangError, WorkerLostError
 from asyncpipe.runtime.hang_search import HangSearch, Suspect
 from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, on_clock
-from asyncpipe.runtime.portal import wait_uncancelled
+from asyncpipe.runtime.step_abort import StepAbort
+from asyncpipe.runtime.step_driver import DrivenStep, StepDriver, Tenant
 from asyncpipe.runtime.task_board import ShownTask
-from asyncpipe.runtime.under_way import raise_for
 
 __all__ = ["LOSS_SECONDS", "PartsDriver", "PartsExecution", "PlacedPipeline", "WorkerLink"]
 
@@ -113,53 +112,34 @@ class PlacedPipeline:
         self.tenant.observers.worker_changed(change)
 
 
-@dataclass(eq=False, repr=False)
-class PartsExecution:
+class PartsExecution(DrivenStep):
     """One step under way in workers."""
 
-    number: int
-    graph: TaskGraph
-    pipeline: PlacedPipeline
-    notes: StepNotes
-    workers: Mapping[str, WorkerLink]
-    """Those that run a part of it, by name."""
-    tasks: Mapping[str, Sequence[int]]
-    """The tasks of each, in the order of their numbers in its part."""
-    started: float
-    follows: int | None
-    """The number of the step that was under way when it began behind it."""
-    later: PartsExecution | None = field(default=None, init=False)
-    """The step behind this one."""
-    ended: dict[str, PartEnded] = field(default_factory=dict, init=False)
-    """What the workers have told, by name."""
-    clocks: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
-    """How many seconds were taken off their times, and how far these may be off."""
-    aborted: bool = field(default=False, init=False)
-    """Whether its workers were told to stop."""
-    error: BaseException | None = field(default=None, init=False)
-    """Why it cannot be run to its end, if that is no task's fault."""
-
-    def __post_init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.issued: asyncio.Future[StepFinished] = loop.create_future()
-        self.done: asyncio.Future[StepCompleted] = loop.create_future()
+    def __init__(
+        self,
+        abort: StepAbort,
+        graph: TaskGraph,
+        pipeline: PlacedPipeline,
+        workers: Mapping[str, WorkerLink],
+        tasks: Mapping[str, Sequence[int]],
+        started: float,
+    ) -> None:
+        super().__init__(abort, graph, pipeline.tenant)
+        self.pipeline = pipeline
+        self.workers = workers
+        """Those that run a part of it, by name."""
+        self.tasks = tasks
+        """The tasks of each, in the order of their numbers in its part."""
+        self.started = started
+        self.follows: int | None = None
+        """The number of the step that was under way when it began behind it."""
+        self.ended: dict[str, PartEnded] = {}
+        """What the workers have told, by name."""
+        self.clocks: dict[str, tuple[float, float]] = {}
+        """How many seconds were taken off their times, and how far these may be off."""
         self._made = threading.Lock()
         self._record: StepRecord | None = None
         self._over = 0.0
-
-    @property
-    def tenant(self) -> Tenant:
-        """Whose step it is."""
-        return self.pipeline.tenant
-
-    async def completed(self) -> StepRecord:
-        """Wait until every worker is done with the step; raises as ``raise_for``."""
-        self.raise_for(await asyncio.shield(self.done))
-        return self.record()
-
-    def end(self) -> StepCompleted:
-        """How it has ended, once it is ``done``. From any thread."""
-        return self.done.result()
 
     def record(self) -> StepRecord:
         """Its record, once it is ``done``. From any thread. It is made when somebody asks for it."""
@@ -171,7 +151,9 @@ class PartsExecution:
                 record = parts_record(
                     self.number, self.graph, share, self.started, parts, self._over, self.error, after=self.follows
                 )
-                self._record = replace(record, notes=_notes(self))
+                workers = {name: _worker_notes(self, worker) for name, worker in self.workers.items()}
+                notes = StepNotes.merged({name: part.notes for name, part in self.ended.items()}, workers)
+                self._record = replace(record, notes=notes)
             return self._record
 
     def _agree(self) -> None:
@@ -199,35 +181,15 @@ class PartsExecution:
             return StepCompleted(self.number, Outcome.OK)
         return next(event for _, event in reversed(self.record().journal) if isinstance(event, StepCompleted))
 
-    def raise_for(self, end: StepFinished | StepCompleted) -> None:
-        """Raise what ended the step: ``WorkerLostError``, for instance, or ``TaskError`` if a task failed."""
-        if self.error is not None:
-            raise self.error
-        raise_for(self.graph, end)
 
-
-class PartsDriver:
+class PartsDriver(StepDriver[PartsExecution]):
     """Runs steps in workers, several at a time. ``Driver`` does the same on threads."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+        super().__init__(clock)
         self._search = HangSearch(clock, self._tasks_in, self._hung)
         self._pipelines: set[PlacedPipeline] = set()
         """Those whose observers are told of losses."""
-        self._executions: dict[int, PartsExecution] = {}
-        self._steps = 0
-        self._draining = False
-        self.is_closed = False
-        """Whether ``close`` was called."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a step is under way. From any thread."""
-        return bool(self._executions)
-
-    def takes(self, tenant: Tenant) -> bool:
-        """Whether steps of ``tenant`` may begin. From any thread."""
-        return not (self.is_closed or self._draining or tenant.leaving)
 
     def place(self, pipeline: PlacedPipeline, restarted: Collection[str]) -> None:
         """A pipeline is loaded; of its workers, those that are ``restarted`` have taken the places of lost ones."""
@@ -252,10 +214,7 @@ class PartsDriver:
         ``work`` has for each worker what its part computes with. Raises ``PipelineClosedError`` or
         ``WorkerLostError`` before anything runs.
         """
-        if not self.takes(pipeline.tenant):
-            raise PipelineClosedError("the pipeline is closed")
-        if after is not None and after.aborted:
-            raise PipelineClosedError("the step before this one has failed, or was cancelled")
+        self._check_open(pipeline.tenant)
         workers: dict[str, WorkerLink] = {}
         tasks: dict[str, list[int]] = {}
         for task in graph.tasks:
@@ -267,69 +226,39 @@ class PartsDriver:
                 raise worker.lost.while_running(())
         if pipeline.broken is not None:
             raise copy(pipeline.broken)
-        follows = after.number if after is not None and after.number in self._executions else None
-        execution = PartsExecution(self._steps, graph, pipeline, StepNotes(), workers, tasks, self._clock(), follows)
-        self._steps += 1
-        self._executions[execution.number] = execution
+        execution = PartsExecution(StepAbort(self._next_number), graph, pipeline, workers, tasks, self._clock())
+        execution.follows = follows = self._begin(execution, after)
         self._search.begin(execution)
-        if after is not None and follows is not None:
-            after.later = execution
         for name, worker in workers.items():
             worker.send(StartPart(pipeline.number, execution.number, follows, work[name]))
         return execution
 
-    async def issued(self, execution: PartsExecution) -> PartsExecution:
-        """Wait until all parts of a step have ended.
-
-        Raises as ``PartsExecution.raise_for``. A cancellation takes effect between two tasks. In both cases no worker
-        computes for the step any more when this raises.
-        """
-        try:
-            end = await asyncio.shield(execution.issued)
-        except asyncio.CancelledError:
-            self.cancel(execution)
-            await wait_uncancelled(execution.done)
-            raise
-        execution.raise_for(end)
-        return execution
-
     def cancel(self, execution: PartsExecution) -> None:
-        """Stop the step, unless it is over, and those behind it."""
-        if execution.number in self._executions:
+        if execution.number in self._under_way:
             self._stop(execution)
 
     def _stop(self, execution: PartsExecution) -> None:
-        following: PartsExecution | None = execution
-        while following is not None:
-            if not following.aborted:
-                following.aborted = True
-                _tell(following, StopPart(following.number), [w for w in following.workers if w not in following.ended])
-            following = following.later
+        """Tell the workers of this step, and of those behind it, to begin no more tasks."""
+        execution.abort.cancel(self._stop_parts)
+
+    def _stop_parts(self, event: Event, *, wake: bool = True, at: float | None = None) -> None:
+        if (step := self._under_way.get(event.step)) is not None:
+            _tell(step, StopPart(step.number), [worker for worker in step.workers if worker not in step.ended])
 
     def settle(self, execution: PartsExecution, *, keep: bool) -> None:
         """A step has ended: have its workers keep what it has left there, or undo it. From any thread."""
         _tell(execution, EndStep(execution.number, keep), execution.workers)
 
-    async def drain(self, tenant: Tenant | None = None) -> None:
-        """Refuse new steps, and wait until those under way are over. With ``tenant``, only its steps."""
-        if tenant is None:
-            self._draining = True
-        else:
-            tenant.leaving = True
-        while executions := [e for e in self._executions.values() if tenant is None or e.tenant is tenant]:
-            await asyncio.wait([execution.done for execution in executions])
-
     def close(self) -> None:
-        """Refuse new steps, and stop those under way."""
         self.is_closed = True
-        for execution in tuple(self._executions.values()):
+        for execution in tuple(self._under_way.values()):
             self._stop(execution)
 
     # What workers tell
 
     def part_ended(self, worker: str, part: PartEnded) -> None:
         """``worker`` has ended its part of a step."""
-        execution = self._executions.get(part.step)
+        execution = self._under_way.get(part.step)
         if execution is None or worker in execution.ended:
             return
         self._search.moved(part.step)
@@ -341,7 +270,7 @@ class PartsDriver:
         if part.error is not None or any(isinstance(event, TaskFailed) for _, event in part.events):
             self._stop(execution)
         if len(execution.ended) == len(execution.workers):
-            self._end(execution)
+            self._finish(execution)
 
     def worker_lost(self, worker: WorkerLink, error: WorkerLostError) -> None:
         """``worker`` is gone: end the steps that it has a part of."""
@@ -350,7 +279,7 @@ class PartsDriver:
             if worker in pipeline.workers.values():
                 pipeline.tell(worker)
         ran = self._tasks_in(worker)
-        for execution in tuple(self._executions.values()):
+        for execution in tuple(self._under_way.values()):
             if execution.workers.get(worker.name) is worker and worker.name not in execution.ended:
                 found = error.while_running([_named(execution, other, task) for other, task, _ in ran], hang)
                 self.part_ended(worker.name, PartEnded(execution.number, (), StepNotes(), found))
@@ -375,7 +304,7 @@ class PartsDriver:
             return
         error.edges = tuple(dict.fromkeys(pipeline.broken_edges))
         pipeline.broken = error
-        for execution in tuple(self._executions.values()):
+        for execution in tuple(self._under_way.values()):
             if execution.pipeline is pipeline:
                 execution.error = execution.error or error
                 self._stop(execution)
@@ -396,21 +325,14 @@ class PartsDriver:
         found = []
         for step, number, started in worker.running():
             # Of a step that has failed elsewhere, a task may run on for a moment.
-            if (execution := self._executions.get(step)) is not None and worker.name in execution.tasks:
+            if (execution := self._under_way.get(step)) is not None and worker.name in execution.tasks:
                 found.append((execution, execution.graph.tasks[execution.tasks[worker.name][number]], started))
         return found
 
-    def _end(self, execution: PartsExecution) -> None:
+    def _finish(self, execution: PartsExecution) -> None:
         end = execution.finish(self._clock())
-        del self._executions[execution.number]
         self._search.end(execution.number)
-        execution.later = None
-        for future, value in (
-            (execution.issued, StepFinished(end.step, end.outcome, end.failed_task, end.error)),
-            (execution.done, end),
-        ):
-            if not future.done():
-                future.set_result(value)  # type: ignore[arg-type]
+        self._end(execution, end)
         for part in execution.ended.values():
             execution.pipeline.compilations += part.notes.compilations
             for _, event in part.events:
@@ -434,43 +356,6 @@ def _tell(execution: PartsExecution, message: object, names: Iterable[str]) -> N
             execution.workers[name].send(message)
 
 
-def _notes(execution: PartsExecution) -> StepNotes:
-    """What all workers have noted. Devices of the same name in several workers are added up."""
-    notes = {name: part.notes for name, part in execution.ended.items()}
-    memory: dict[str, DeviceMemory] = {}
-    streams: dict[str, int] = {}
-    for each in notes.values():
-        for device, found in each.memory.items():
-            before = memory.get(device)
-            memory[device] = found if before is None else _added(before, found)
-        for device, count in each.streams.items():
-            streams[device] = streams.get(device, 0) + count
-    return StepNotes(
-        {task: size for each in notes.values() for task, size in each.copied.items()},
-        memory,
-        streams,
-        list(_samples(notes)),
-        [wakeup for each in notes.values() for wakeup in each.wakeups],
-        {task: at for each in notes.values() for task, at in each.arrived.items()},
-        {key: at for each in notes.values() for key, at in each.left.items()},
-        {name: _worker_notes(execution, worker) for name, worker in execution.workers.items()},
-        {stage for each in notes.values() for stage in each.drew},
-        [compilation for each in notes.values() for compilation in each.compilations],
-        {lane: account for each in notes.values() for lane, account in each.taken.items()},
-    )
-
-
-def _samples(notes: Mapping[str, StepNotes]) -> Iterator[tuple[float, str, int]]:
-    """Samples of all workers: each is what all of them together hold of a device then, as far as they have told."""
-    held: dict[str, dict[str, int]] = {}
-    for at, device, worker, size in sorted(
-        (at, device, worker, size) for worker, each in notes.items() for at, device, size in each.samples
-    ):
-        of_workers = held.setdefault(device, {})
-        of_workers[worker] = size
-        yield at, device, sum(of_workers.values())
-
-
 def _worker_notes(execution: PartsExecution, worker: WorkerLink) -> WorkerNotes:
     return WorkerNotes(
         state=WorkerState.UP if worker.lost is None else WorkerState.LOST,
@@ -481,7 +366,3 @@ def _worker_notes(execution: PartsExecution, worker: WorkerLink) -> WorkerNotes:
         clock_error=execution.clocks[worker.name][1],
         use=execution.ended[worker.name].use,
     )
-
-
-def _added(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:
-    return DeviceMemory(one.allocated + other.allocated, one.peak + other.peak, max(one.limit, other.limit))

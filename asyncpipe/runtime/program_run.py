@@ -8,10 +8,9 @@ the devices release each other's tasks without the loop::
     cpu:1           └─▶ F(0,1) └─▶ F(1,1) ─────▶ ...
                every task's event goes to the driver's inbox; the loop is woken when a device is at its end
 
-What happened reaches the scheduler in an order in which it can have happened: a task's event is in the inbox before
-any task is released that waits for it. A step that fails or is cancelled ends in two stages. First it is *aborted*:
-from then on no device begins a task. When the scheduler knows of that, the runs are *stopped*, and each device reports
-which tasks it has left. A step that follows another one (``StepSubmitted.after``) is aborted together with it.
+A task's event is in the inbox before any task is released that waits for it. ``step_abort.py`` says how a step ends
+early. A step that follows another one (``StepSubmitted.after``) begins on a device when that one's program has begun
+its last task there.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from asyncpipe.core.engine.events import ProgramEnded
 from asyncpipe.core.graph.programs import Program
 from asyncpipe.runtime.executor import Completion, StepHandle
 
-__all__ = ["FREE_SLOT", "STOP", "Message", "ProgramRun", "TakesPrograms"]
+__all__ = ["FREE_SLOT", "STOP", "Message", "ProgramRun", "RunsPrograms"]
 
 FREE_SLOT: Final = -1
 """In place of a position: an asynchronous device has completed a task."""
@@ -33,11 +32,11 @@ STOP: Final = -2
 
 
 class ProgramRun:
-    """Used on the device's thread alone, but for ``send``."""
+    """Used on the device's thread alone, but for ``send`` and ``stop``."""
 
     __slots__ = (
-        "_awaits", "_before", "_end", "_others", "_slots", "call", "is_stopped", "position", "program", "send", "step",
-        "surroundings",
+        "_awaits", "_before", "_end", "_others", "_send", "_slots", "abort", "call", "is_stopped", "position",
+        "program", "step", "surroundings",
     )  # fmt: skip
 
     def __init__(
@@ -56,13 +55,14 @@ class ProgramRun:
         of its device's thread. ``before`` is the run of the device in the step that this one follows.
         """
         self.step = step
+        self.abort = step.abort
         self.program = program
         self.call = call
         self.surroundings = surroundings
         self.position = 0
         """The next task's."""
         self.is_stopped = False
-        self.send = send
+        self._send = send
         self._awaits = list(program.awaits)
         self._end = len(program.awaits)
         self._slots = in_flight
@@ -79,7 +79,7 @@ class ProgramRun:
         if self.position == self._end:
             # Even of an aborted step: if all its tasks have run, the scheduler aborts nothing, and nobody stops this.
             return True
-        if self.step.aborted:
+        if self.abort.is_requested:
             return self.is_stopped
         if self._awaits[self.position] or self._slots <= 0:
             return False
@@ -97,12 +97,22 @@ class ProgramRun:
 
     def release(self, position: int) -> None:
         """The task at ``position`` is done, or issued: tell the devices where a task waits for it."""
-        for run, place in self.program.releases[position]:
-            other = self._others[run]
-            other.send((other, place))
+        # Not of an aborted step: the scheduler would not know of what begins now.
+        if not self.abort.is_requested:
+            for run, place in self.program.releases[position]:
+                other = self._others[run]
+                other._send((other, place))
 
-    def take(self, place: int) -> None:
-        """A message has come: the task at ``place`` waits for one thing less, or what the constants above say."""
+    def send(self, place: int) -> None:
+        """Have the device's thread call ``receive`` with ``place``. From any thread."""
+        self._send((self, place))
+
+    def stop(self) -> None:
+        """As ``Stoppable.stop``."""
+        self.send(STOP)
+
+    def receive(self, place: int) -> None:
+        """The task at ``place`` waits for one thing less, or what the constants above say has happened."""
         if place >= 0:
             self._awaits[place] -= 1
         elif place == FREE_SLOT:
@@ -120,7 +130,7 @@ class ProgramRun:
         del self.call
         self._others = ()
         self._before = None
-        del self.step
+        del self.step, self.abort
         return ended
 
 
@@ -129,7 +139,7 @@ Message = tuple[ProgramRun, int]
 
 
 @runtime_checkable
-class TakesPrograms(Protocol):
+class RunsPrograms(Protocol):
     """An executor that runs programs.
 
     It runs the tasks of a program in their order, each when it waits for nothing any more, and none once its step is

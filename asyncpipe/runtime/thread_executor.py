@@ -40,7 +40,7 @@ _Work = TypeVar("_Work", DeviceWork, CompletionWork)
 
 
 class ThreadExecutor:
-    """``Executor``, ``JoinsInTime``, ``Replaceable``, ``TakesPrograms`` and ``Listens`` for a device."""
+    """``Executor``, ``JoinsInTime``, ``Replaceable``, ``RunsPrograms`` and ``Listens`` for a device."""
 
     def __init__(
         self, device: str, *, on_start: Callable[[], None] | None = None, board: TaskBoard | None = None
@@ -105,7 +105,7 @@ class ThreadExecutor:
         self._tasks.work.arrivals().discard(descriptor, take)
 
     def give_up(self, current: CurrentTask, fail: Callable[[], None]) -> bool:
-        if not device_thread.take(current[3]):
+        if not device_thread.claim(current[3]):
             return False
         try:
             fail()

@@ -136,7 +136,7 @@ def test_dropped_with_a_task_that_still_runs(workload, before_task, engine_threa
     close = Driver.close
 
     def noting(self):
-        left.append(len(self._executions))
+        left.append(len(self._under_way))
         close(self)
 
     monkeypatch.setattr(Driver, "close", noting)

@@ -7,19 +7,13 @@ import threading
 from queue import SimpleQueue
 
 import pytest
-from driver_helpers import executor_alone
+from driver_helpers import StepStub, executor_alone
 
 from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.runtime.arrivals import Arrivals
 from asyncpipe.runtime.executor import Assignment
 
 pytestmark = pytest.mark.skipif(not Arrivals.AVAILABLE, reason="needs Linux")
-
-
-class Step:
-    number = 3
-    tenant = None
-    aborted = False
 
 
 @pytest.fixture
@@ -30,7 +24,7 @@ def executor():
 
 def run_a_task(executor):
     """On a thread that may be waiting."""
-    executor.submit([Assignment(Step(), 0, lambda: None)])
+    executor.submit([Assignment(StepStub(), 0, lambda: None)])
     assert isinstance(executor.events.get(timeout=30), TaskCompleted)
 
 
@@ -75,7 +69,7 @@ def test_nothing_is_taken_during_a_task(executor, pipe):
         begun.set()
         end.wait(30)
 
-    executor.submit([Assignment(Step(), 0, task)])
+    executor.submit([Assignment(StepStub(), 0, task)])
     assert begun.wait(30)
     pipe.arrive()
     assert pipe.taken.empty()

@@ -16,7 +16,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Tenant
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 
@@ -233,7 +233,7 @@ async def test_draining_ends_although_somebody_goes_on_stepping(driver, everyone
         training.cancel()
         await asyncio.wait([training])
     assert ran.count == 0
-    assert not driver.takes(tenant)
-    assert driver.takes(neighbour) is not everyone
+    assert not driver.accepts(tenant)
+    assert driver.accepts(neighbour) is not everyone
     if not everyone:
         await (await driver.run(graph(), bind_nothing, tenant=neighbour)).completed()

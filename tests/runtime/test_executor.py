@@ -8,7 +8,7 @@ import weakref
 from queue import SimpleQueue
 
 import pytest
-from driver_helpers import executor_alone
+from driver_helpers import StepStub, executor_alone
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.runtime.device_thread import LONGEST_HOLD_UP, hold_up
@@ -16,17 +16,9 @@ from asyncpipe.runtime.executor import Assignment
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 
-class Step:
-    """What an executor knows of a step."""
-
-    number = 3
-    tenant = None
-    aborted = False
-
-
 @pytest.fixture
 def step():
-    return Step()
+    return StepStub()
 
 
 @pytest.fixture
@@ -59,7 +51,7 @@ def test_every_exception_is_reported_and_the_thread_lives_on(executor, step, err
     def work():
         raise error("no")
 
-    executor.submit([Assignment(step, 0, work), Assignment(Step(), 1, lambda: None)])
+    executor.submit([Assignment(step, 0, work), Assignment(StepStub(), 1, lambda: None)])
     failed = next_event(executor)
     assert isinstance(failed, TaskFailed)
     assert type(failed.error) is error
@@ -68,7 +60,7 @@ def test_every_exception_is_reported_and_the_thread_lives_on(executor, step, err
 
 def test_tasks_of_an_aborted_step_are_dropped(executor, step):
     def abort():
-        step.aborted = True
+        step.abort.confirm()
 
     executor.submit([Assignment(step, 0, abort), Assignment(step, 1, lambda: pytest.fail("ran"))])
     assert isinstance(next_event(executor), TaskCompleted)
@@ -150,7 +142,7 @@ def test_close_runs_what_is_queued_and_ends_every_thread():
     executor.start(lambda event, *, wake=True, at=None: events.put(event))
     queued = Queued()
     queued.done.set()
-    executor.submit([Assignment(Step(), 0, lambda: queued)])
+    executor.submit([Assignment(StepStub(), 0, lambda: queued)])
     executor.close()
     executor.close()
     executor.join()
@@ -173,7 +165,7 @@ def test_who_is_woken_for_what(step):
 
 def test_the_end_of_a_step_does_not_wait_for_a_task_of_another_one(step):
     """Both tasks are in one batch, as the scheduler makes for jobs that share a lane."""
-    other = Step()
+    other = StepStub()
     other.number = 4
     told = threading.Event()
     executor = ThreadExecutor("cpu:8")

@@ -17,7 +17,8 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.runtime.execution import Gates, Tenant
+from asyncpipe.runtime.execution import Gates
+from asyncpipe.runtime.step_driver import Tenant
 
 BACKWARD = lower(find_schedule("gpipe"), Shape(2, 8, 2), devices=DEVICES, phase=Phase.BACKWARD)
 

@@ -16,8 +16,8 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.runtime import observers as observing
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.observers import Observers
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 GRAPH = lower(find_schedule("gpipe"), Shape(1, 1, 1))

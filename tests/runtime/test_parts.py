@@ -15,7 +15,8 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Gates, Tenant
+from asyncpipe.runtime.execution import Gates
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]

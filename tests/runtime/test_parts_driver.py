@@ -12,6 +12,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
+from driver_helpers import StepStub
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -28,12 +29,12 @@ from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, Worke
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HangError, WorkerLostError
-from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.executor import Assignment
 from asyncpipe.runtime.hang_search import INQUIRY
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded
 from asyncpipe.runtime.parts_driver import PartsDriver, PlacedPipeline
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.task_board import ShownTask, TaskBoard, new_board_file
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
@@ -131,7 +132,7 @@ async def test_a_loss_names_what_ran_there_and_whose_it_was(driver, links):
     links[1].lost = WorkerLostError("b", "was killed by SIGKILL", -9)
     # One that has only its name: of a worker that had its place before.
     driver.worker_lost(Link("b"), links[1].lost)
-    assert not mine.aborted
+    assert not mine.abort.is_requested
     driver.worker_lost(links[1], links[1].lost)
     driver.part_ended("a", PartEnded(mine.number, (), StepNotes()))
     driver.part_ended("a", PartEnded(others.number, (), StepNotes()))
@@ -303,9 +304,9 @@ async def test_a_link_that_loses_what_is_sent_ends_the_step_and_kills_nobody(dri
     step = start(driver, links)
     crossing(links)
     await still(driver, links, 8.0)
-    assert not step.aborted
+    assert not step.abort.is_requested
     watchdog = await still(driver, links, 2.0)
-    assert (watchdog.hung, step.aborted, links[0].killed, links[1].killed) == (1, True, [], [])
+    assert (watchdog.hung, step.abort.is_requested, links[0].killed, links[1].killed) == (1, True, [], [])
     for name in ("a", "b"):
         driver.part_ended(name, PartEnded(step.number, (), StepNotes()))
     with pytest.raises(HangError) as raised:
@@ -349,7 +350,7 @@ async def test_a_step_in_which_something_happens_or_computes_goes_on(driver, lin
         links[1].report, running=[RunningReport("cpu:1", step.number, task_number("C(0,0>1)"), "C(0,0>1)", 1.0)]
     )
     await still(driver, links, 40.0)
-    assert (step.aborted, links[0].killed, links[1].killed) == (False, [], [])
+    assert (step.abort.is_requested, links[0].killed, links[1].killed) == (False, [], [])
 
 
 async def test_a_task_that_hangs_in_a_worker_without_a_board_is_seen_by_what_the_worker_says(driver, links):
@@ -410,13 +411,6 @@ class Later:
         return 1.0, 2.0
 
 
-class Step:
-    number = 3
-    graph = GRAPH
-    tenant = None
-    aborted = False
-
-
 def test_an_executor_shows_what_it_runs_and_what_it_waits_for(no_leaks):
     worker, controller = make_boards()
     executor, events = ThreadExecutor("cpu:0", board=worker), SimpleQueue()
@@ -428,7 +422,7 @@ def test_an_executor_shows_what_it_runs_and_what_it_waits_for(no_leaks):
         assert let_go.wait(30)
         raise ValueError
 
-    executor.submit([Assignment(Step(), 5, lambda: later), Assignment(Step(), 6, fails)])
+    executor.submit([Assignment(StepStub(), 5, lambda: later), Assignment(StepStub(), 6, fails)])
     assert begun.wait(30)
     assert later.waits.wait(30)
     assert sorted(shown[:2] for shown in controller.running()) == [(3, 5), (3, 6)]

@@ -8,7 +8,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
-from driver_helpers import DEVICES, bind_nothing, executor_alone, open_driver
+from driver_helpers import DEVICES, StepStub, bind_nothing, executor_alone, open_driver
 
 from asyncpipe.core.engine.events import ProgramEnded, StepCancelled, TaskCompleted, TaskFailed
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -19,9 +19,11 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HungTaskError, PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Gates, Tenant
+from asyncpipe.runtime.execution import Gates
 from asyncpipe.runtime.executor import Assignment
-from asyncpipe.runtime.program_run import STOP, ProgramRun
+from asyncpipe.runtime.program_run import ProgramRun
+from asyncpipe.runtime.step_abort import StepAbort
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
 
@@ -363,21 +365,21 @@ async def test_a_step_is_complete_although_the_next_one_has_queued_tasks(driver)
 # The device's thread
 
 
-class Step:
-    number, tenant = 3, None
+class AbortedAfter(StepAbort):
+    """Its flag is off for so many reads: another device fails between two of them."""
 
-    def __init__(self):
-        self.reads, self.abort_after = 0, None
+    def __init__(self, reads):
+        self.reads, self.after = 0, reads
+        super().__init__(3)
 
     @property
-    def aborted(self):
-        """False for ``abort_after`` reads: another device fails between two of them."""
+    def is_requested(self):
         self.reads += 1
-        return self.abort_after is not None and self.reads > self.abort_after
+        return self.reads > self.after
 
-    @aborted.setter
-    def aborted(self, value):
-        self.abort_after = 0 if value else None
+    @is_requested.setter
+    def is_requested(self, value):
+        self.after = 0 if value else self.after
 
 
 @pytest.fixture
@@ -397,16 +399,16 @@ def program_run(executor, step, functions):
 @pytest.mark.parametrize("reads", range(12))
 def test_another_device_fails_at_any_moment(executor, reads):
     """The thread looks several times whether its step is aborted; it must live on whatever it has seen before."""
-    step = Step()
-    step.abort_after = reads
+    step = StepStub()
+    step.abort = AbortedAfter(reads)
     run = program_run(executor, step, [lambda: None] * 2)
-    executor.submit([Assignment(Step(), 8, lambda: executor.submit_program(run))])
+    executor.submit([Assignment(StepStub(), 8, lambda: executor.submit_program(run))])
     assert executor.events.get(timeout=30).task == 8
-    executor.submit([Assignment(Step(), 9, lambda: None)])
+    executor.submit([Assignment(StepStub(), 9, lambda: None)])
     seen = [executor.events.get(timeout=30)]
     while not any(isinstance(event, TaskCompleted) and event.task == 9 for event in seen):
         seen.append(executor.events.get(timeout=30))
-    executor.send((run, STOP))
+    run.stop()
     while not any(isinstance(event, ProgramEnded) for event in seen):
         seen.append(executor.events.get(timeout=30))
     assert not any(isinstance(event, TaskFailed) for event in seen)
@@ -416,7 +418,7 @@ def test_another_device_fails_at_any_moment(executor, reads):
 
 def test_a_program_gets_its_turns_beside_single_tasks_that_never_end(executor):
     """A lane that a job shares is handed its next task before this one has ended, so there always is one."""
-    step, order, over = Step(), [], threading.Event()
+    step, order, over = StepStub(), [], threading.Event()
 
     def single(number):
         def work():
@@ -429,7 +431,7 @@ def test_a_program_gets_its_turns_beside_single_tasks_that_never_end(executor):
         return work
 
     def begin():
-        executor.submit_program(program_run(executor, Step(), [lambda: order.append("program")] * 3))
+        executor.submit_program(program_run(executor, StepStub(), [lambda: order.append("program")] * 3))
         single(0)()
 
     executor.submit([Assignment(step, 0, begin)])

@@ -31,10 +31,10 @@ async def following(graph: TaskGraph, steps: int) -> list[StepRecord]:
     for _ in range(steps):
         step = driver.start(graph, lambda task: lambda: None, after=last)
         if last is not None:
-            records.append((await last.done)[1])
+            records.append(await last.completed())
         last = step
     assert last is not None
-    records.append((await last.done)[1])
+    records.append(await last.completed())
     await driver.drain()
     driver.close()
     driver.join()

@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 
 import pytest
-from driver_helpers import DEVICES, bind_nothing, executor_alone, open_driver
+from driver_helpers import DEVICES, StepStub, bind_nothing, executor_alone, open_driver
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -214,13 +214,6 @@ async def test_executors_that_cannot_give_up_are_left_alone():
 # The executor
 
 
-class Step:
-    number = 3
-    graph = GRAPH
-    tenant = None
-    aborted = False
-
-
 @pytest.fixture
 def executor(no_leaks):
     with executor_alone() as (made, made.events):
@@ -229,7 +222,7 @@ def executor(no_leaks):
 
 def test_what_waits_is_taken_over_in_its_order(executor):
     """The rest of the batch runs, then later tasks; each is reported once, the hung one never."""
-    hung, step, ran = Hung(), Step(), []
+    hung, step, ran = Hung(), StepStub(), []
 
     def work(number):
         return lambda: ran.append((number, threading.current_thread()))
@@ -257,7 +250,7 @@ def test_what_waits_is_taken_over_in_its_order(executor):
 
 
 def test_what_a_given_up_task_raises_is_dropped(executor):
-    hung, step = Hung(), Step()
+    hung, step = Hung(), StepStub()
 
     def work():
         hung.work()
@@ -273,10 +266,10 @@ def test_what_a_given_up_task_raises_is_dropped(executor):
 
 
 def test_what_is_queued_of_its_step_is_dropped(executor):
-    hung, step = Hung(), Step()
+    hung, step = Hung(), StepStub()
     executor.submit([Assignment(step, 0, hung.work), Assignment(step, 1, lambda: None)])
     assert hung.begun.wait(30)
-    assert executor.give_up(executor.running[0], lambda: setattr(step, "aborted", True))
+    assert executor.give_up(executor.running[0], step.abort.confirm)
     assert executor.events.get(timeout=30) == TaskDropped(3, 1)
     hung.let_go.set()
 
@@ -295,7 +288,7 @@ class Queued:
 
 def test_a_completion_that_never_comes(executor):
     """The thread that waits for completions is replaced; the device's thread is not."""
-    first, second, step = Queued(), Queued(), Step()
+    first, second, step = Queued(), Queued(), StepStub()
     executor.submit([Assignment(step, 0, lambda: first), Assignment(step, 1, lambda: second)])
     assert [executor.events.get(timeout=30) for _ in range(2)] == [TaskIssued(3, 0), TaskIssued(3, 1)]
     assert first.waited.wait(30)
@@ -315,7 +308,7 @@ def test_closing_does_not_wait_for_a_thread_that_was_given_up(caplog):
     hung = Hung()
     executor = ThreadExecutor("cpu:0")
     executor.start(lambda event, *, wake=True, at=None: None)
-    executor.submit([Assignment(Step(), 0, hung.work)])
+    executor.submit([Assignment(StepStub(), 0, hung.work)])
     assert hung.begun.wait(30)
     assert executor.give_up(executor.running[0], told)
     executor.close()
@@ -327,7 +320,7 @@ def test_closing_does_not_wait_for_a_thread_that_was_given_up(caplog):
 
 def test_one_is_heard_whoever_comes_first(executor):
     """The task ends while it is being given up: it is reported once, by its thread or by ``give_up``."""
-    step = Step()
+    step = StepStub()
     for number in range(200):
         let_go = threading.Event()
         executor.submit([Assignment(step, number, lambda event=let_go: event.wait() and None)])
@@ -364,7 +357,7 @@ def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(monkeypatch):
         executor = ThreadExecutor("cpu:0")
         events = SimpleQueue()
         executor.start(lambda event, *, wake=True, at=None: events.put(event))
-        first, second, step = Queued(), Queued(), Step()
+        first, second, step = Queued(), Queued(), StepStub()
         executor.submit([Assignment(step, 0, lambda: first)])
         assert first.waited.wait(30)
     _, queue = queues  # of the tasks, of the completions
@@ -392,7 +385,7 @@ def waiting_threads():
 def test_completions_of_tenants_do_not_wait_for_each_other(executor):
     """Each tenant has a thread that waits for its completions. It ends when the tenant has left, once it is done."""
     queued = {name: Queued() for name in "ab"}
-    steps = {name: Step() for name in "ab"}
+    steps = {name: StepStub() for name in "ab"}
     for number, (name, step) in enumerate(steps.items()):
         step.tenant = name
         executor.submit([Assignment(step, number, partial(queued.get, name))])
@@ -415,7 +408,7 @@ def test_completions_of_tenants_do_not_wait_for_each_other(executor):
 
 
 def test_a_busy_thread_does_not_hide_a_completion_that_never_comes(executor):
-    queued, busy, step = Queued(), Hung(), Step()
+    queued, busy, step = Queued(), Hung(), StepStub()
     executor.submit([Assignment(step, 0, lambda: queued)])
     assert queued.waited.wait(30)
     executor.submit([Assignment(step, 1, busy.work)])
@@ -429,7 +422,7 @@ def test_a_busy_thread_does_not_hide_a_completion_that_never_comes(executor):
 
 
 def test_threads_that_were_given_up_are_told_apart_and_forgotten(executor):
-    step, threads = Step(), []
+    step, threads = StepStub(), []
     for number in range(3):
         hung = Hung()
         executor.submit([Assignment(step, number, hung.work)])
@@ -472,6 +465,6 @@ async def test_the_loop_is_not_said_to_be_late_because_of_it(driver, monkeypatch
     )
     with pytest.raises(TaskError):
         await step
-    record = await asyncio.shield(running.execution.done)
-    assert max([late for late, _ in record[1].notes.wakeups]) < 300.0
+    await asyncio.shield(running.execution.done)
+    assert max([late for late, _ in running.execution.record().notes.wakeups]) < 300.0
     hung.let_go.set()

@@ -179,7 +179,7 @@ async def finished(service: TrainingService) -> None:
     assert not service.loop.requests
     driver = manager.pool.driver
     assert driver.scheduler.idle
-    assert not driver._executions
+    assert not driver._under_way
     assert not driver._inbox
     for name, executor in driver._executors.items():
         assert not executor.running, f"{name} is still at something"

@@ -9,11 +9,21 @@ from typing import Any
 
 from asyncpipe.core.graph.task import Task
 from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
-__all__ = ["DEVICES", "bind_nothing", "executor_alone", "open_driver"]
+__all__ = ["DEVICES", "StepStub", "bind_nothing", "executor_alone", "open_driver"]
 
 DEVICES = ["cpu:0", "cpu:1"]
+
+
+class StepStub:
+    """What an executor knows of a step."""
+
+    number, graph, tenant = 3, None, None
+
+    def __init__(self) -> None:
+        self.abort = StepAbort(self.number)
 
 
 @asynccontextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from asyncpipe.core.engine.lane_use import Taken
@@ -21,6 +22,10 @@ class DeviceMemory(NamedTuple):
     """The most that was ever allocated."""
     limit: int
     """What there is to allocate."""
+
+    def plus(self, other: DeviceMemory) -> DeviceMemory:
+        """What two processes hold of the device together."""
+        return DeviceMemory(self.allocated + other.allocated, self.peak + other.peak, max(self.limit, other.limit))
 
 
 @dataclass(slots=True, eq=False)
@@ -49,3 +54,50 @@ class StepNotes:
     """What was compiled meanwhile. It is no part of what tasks take: such a task begins when it has been compiled."""
     taken: dict[Lane, Taken] = field(default_factory=dict)
     """By lane that other jobs used meanwhile: how long they had it, since some time before the step or in it."""
+
+    def renumbered(self, whole: Sequence[int]) -> StepNotes:
+        """The notes of a worker's part with the numbers that tasks have in the whole graph, ``whole`` of each.
+
+        ``arrived`` and ``left`` have them already, since messages do.
+        """
+        return replace(self, copied={whole[task]: size for task, size in self.copied.items()})
+
+    def shifted(self, seconds: float) -> StepNotes:
+        """The notes with all times so many seconds later. ``wakeups`` are durations."""
+        return replace(
+            self,
+            samples=[(at + seconds, device, held) for at, device, held in self.samples],
+            arrived={task: at + seconds for task, at in self.arrived.items()},
+            left={key: at + seconds for key, at in self.left.items()},
+            taken={lane: tuple((at + seconds, had) for at, had in account) for lane, account in self.taken.items()},
+        )
+
+    @staticmethod
+    def merged(parts: Mapping[str, StepNotes], workers: Mapping[str, WorkerNotes]) -> StepNotes:
+        """What all workers have noted, by their names. Devices of the same name in several workers are added up."""
+        merged = StepNotes(samples=list(_samples_of_all(parts)), workers=dict(workers))
+        for notes in parts.values():
+            for device, memory in notes.memory.items():
+                before = merged.memory.get(device)
+                merged.memory[device] = memory if before is None else before.plus(memory)
+            for device, count in notes.streams.items():
+                merged.streams[device] = merged.streams.get(device, 0) + count
+            merged.copied.update(notes.copied)
+            merged.wakeups += notes.wakeups
+            merged.arrived.update(notes.arrived)
+            merged.left.update(notes.left)
+            merged.drew |= notes.drew
+            merged.compilations += notes.compilations
+            merged.taken.update(notes.taken)
+        return merged
+
+
+def _samples_of_all(parts: Mapping[str, StepNotes]) -> Iterator[tuple[float, str, int]]:
+    """Samples of all workers: each is what all of them together hold of a device then, as far as they have told."""
+    held: dict[str, dict[str, int]] = {}
+    for at, device, worker, size in sorted(
+        (at, device, worker, size) for worker, notes in parts.items() for at, device, size in notes.samples
+    ):
+        of_workers = held.setdefault(device, {})
+        of_workers[worker] = size
+        yield at, device, sum(of_workers.values())

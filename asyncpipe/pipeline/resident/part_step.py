@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -106,7 +107,8 @@ class PartStep(PreparedStep):
             pass  # The events tell it, or the controller has stopped it.
         except Exception as caught:  # noqa: BLE001 - the controller raises it
             error = caught
-        _, record = await execution.done
+        await execution.done
+        record = execution.record()
         events, notes = self._events(record), self._notes(record.notes)
         use = None if self._use is None else self._use()
         return portable(self._worker, PartEnded(self.number, events, notes, error, result, use=use))
@@ -162,20 +164,10 @@ class PartStep(PreparedStep):
         return events
 
     def _notes(self, notes: StepNotes) -> StepNotes:
-        copied = {self.part.whole[task]: size for task, size in notes.copied.items()}
-        came: dict[int, float] = {}
+        arrived: dict[int, float] = {}
         for (task, _), at in tuple(self._came.items()):
-            came[task] = max(at, came.get(task, at))
-        found = StepNotes(
-            copied,
-            samples=notes.samples,
-            wakeups=notes.wakeups,
-            arrived=came,
-            left=dict(self._left or {}),
-            drew=notes.drew,
-            compilations=notes.compilations,
-            taken=notes.taken,
-        )
+            arrived[task] = max(at, arrived.get(task, at))
+        found = replace(notes.renumbered(self.part.whole), arrived=arrived, left=dict(self._left or {}))
         if self._use is not None:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
         return found

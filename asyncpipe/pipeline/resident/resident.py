@@ -49,8 +49,8 @@ from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions
 from asyncpipe.pipeline.wire_messages import ChangeSchedule, Flags, LoadPipeline, StepWork
 from asyncpipe.runtime.arrivals import Listens
-from asyncpipe.runtime.execution import Tenant
 from asyncpipe.runtime.part_messages import EdgeBroken, StartPart
+from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.meeting import Door, meet
 

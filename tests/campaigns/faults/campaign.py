@@ -175,7 +175,7 @@ class _Run:
         def cancel() -> None:
             loop.call_soon_threadsafe(stepping.cancel)
             if kind == "cancel":
-                while not stepping.done() and not any(e.aborted for e in tuple(driver._executions.values())):
+                while not stepping.done() and not any(e.abort.is_requested for e in tuple(driver._under_way.values())):
                     pass
 
         strikes = {"cancel": cancel, "late cancel": cancel, "close": driver.close, "hang": hang}

@@ -1,0 +1,161 @@
+"""What both drivers share: which steps are under way, who may begin one, how one is waited for, and their end.
+
+``Driver`` runs steps on threads of this process, ``PartsDriver`` in workers. Each is used on one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from asyncpipe.core.engine.events import StepCompleted, StepFinished
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.policies.share import Share
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.errors import PipelineClosedError
+from asyncpipe.runtime.observers import Observers
+from asyncpipe.runtime.portal import wait_uncancelled
+from asyncpipe.runtime.step_abort import StepAbort
+from asyncpipe.runtime.under_way import raise_for
+
+__all__ = ["DrivenStep", "StepDriver", "Tenant"]
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """A user of a driver: one of possibly several pipelines on the same devices."""
+
+    share: Share = field(default_factory=Share)
+    """What its steps get of lanes that other tenants use as well."""
+    observers: Observers = field(default_factory=Observers)
+    """Who gets the records of its steps."""
+    is_leaving: bool = field(default=False, init=False)
+    """Set for good when the driver drains it: its steps are refused from then on."""
+
+
+class DrivenStep(ABC):
+    """One step under way: ``UnderWay``."""
+
+    def __init__(self, abort: StepAbort, graph: TaskGraph, tenant: Tenant) -> None:
+        loop = asyncio.get_running_loop()
+        self.number = abort.number
+        self.graph = graph
+        self.tenant = tenant
+        self.abort = abort
+        self.error: BaseException | None = None
+        """Why it cannot be run to its end, if that is no task's fault."""
+        self.issued: asyncio.Future[StepFinished] = loop.create_future()
+        self.done: asyncio.Future[StepCompleted] = loop.create_future()
+
+    def end(self) -> StepCompleted:
+        """How it has ended, once it is ``done``. From any thread."""
+        return self.done.result()
+
+    @abstractmethod
+    def record(self) -> StepRecord:
+        """Its record, once it is ``done``. From any thread."""
+
+    async def completed(self) -> StepRecord:
+        """Wait until every device is done with the step; raises as ``raise_for``."""
+        self.raise_for(await asyncio.shield(self.done))
+        return self.record()
+
+    def raise_for(self, end: StepFinished | StepCompleted) -> None:
+        """Raise what ended the step: ``WorkerLostError``, for instance, or ``TaskError`` if a task failed."""
+        if self.error is not None:
+            raise self.error
+        raise_for(self.graph, end)
+
+
+_Step = TypeVar("_Step", bound=DrivenStep)
+
+
+class StepDriver(ABC, Generic[_Step]):
+    """Runs steps, several at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock`` in seconds."""
+        self._clock = clock
+        self._under_way: dict[int, _Step] = {}
+        self._next_number = 0
+        self._draining = False
+        self.is_closed = False
+        """Whether ``close`` was called, by its owner or because the scheduler broke."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is under way. From any thread."""
+        return bool(self._under_way)
+
+    def accepts(self, tenant: Tenant) -> bool:
+        """Whether steps of ``tenant`` may begin. From any thread."""
+        return not (self.is_closed or self._draining or tenant.is_leaving)
+
+    def _check_open(self, tenant: Tenant) -> None:
+        if not self.accepts(tenant):
+            raise PipelineClosedError("the pipeline is closed")
+
+    def _begin(self, step: _Step, after: _Step | None) -> int | None:
+        """``step`` is under way from now on; the number of the step that it follows, if ``after`` is not over.
+
+        Raises ``PipelineClosedError`` if ``after`` has failed or was cancelled.
+        """
+        if after is not None and not after.abort.precede(step.abort):
+            raise PipelineClosedError("the step before this one has failed, or was cancelled")
+        self._next_number = step.number + 1
+        self._under_way[step.number] = step
+        return after.number if after is not None and after.number in self._under_way else None
+
+    def _end(self, step: _Step, end: StepCompleted) -> None:
+        """``step`` is over."""
+        del self._under_way[step.number]
+        step.abort.end()
+        finished = StepFinished(end.step, end.outcome, end.failed_task, end.error)
+        if not step.issued.done():
+            step.issued.set_result(finished)
+        if not step.done.done():
+            step.done.set_result(end)
+
+    async def issued(self, step: _Step) -> _Step:
+        """Wait until the last task of a step is issued, on threads, or until all its parts have ended, in workers.
+
+        Raises as ``raise_for`` of the step. A cancellation takes effect between two tasks. In both cases nobody
+        computes for the step any more when this raises.
+        """
+        try:
+            end = await asyncio.shield(step.issued)
+        except asyncio.CancelledError:
+            self.cancel(step)
+            # No thread may use the step any more, even if the caller is cancelled again meanwhile.
+            await wait_uncancelled(step.done)
+            raise
+        step.raise_for(end)
+        return step
+
+    @abstractmethod
+    def cancel(self, step: _Step) -> None:
+        """Abort the step, unless it is over, and those behind it. On the driver's loop."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Refuse new steps, and cancel those under way. May be called again."""
+
+    async def drain(self, tenant: Tenant | None = None) -> None:
+        """Refuse new steps, and wait until those under way are over. With ``tenant``, only its steps."""
+        self._refuse(tenant)
+        while steps := self._steps_of(tenant):
+            await asyncio.wait([step.done for step in steps])
+
+    def _refuse(self, tenant: Tenant | None) -> None:
+        # Otherwise ``drain`` would wait for ever for a caller that begins one step after the other.
+        if tenant is None:
+            self._draining = True
+        else:
+            tenant.is_leaving = True
+
+    def _steps_of(self, tenant: Tenant | None) -> list[_Step]:
+        return [step for step in self._under_way.values() if tenant is None or step.tenant is tenant]
