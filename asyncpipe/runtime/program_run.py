@@ -35,7 +35,7 @@ class ProgramRun:
     """Used on the device's thread alone, but for ``send`` and ``stop``."""
 
     __slots__ = (
-        "_awaits", "_before", "_end", "_others", "_send", "_slots", "abort", "call", "is_stopped", "position",
+        "_awaits", "_before", "_end", "_others", "_slots", "abort", "call", "is_stopped", "position", "post",
         "program", "step", "surroundings",
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ class ProgramRun:
         self.position = 0
         """The next task's."""
         self.is_stopped = False
-        self._send = send
+        self.post = send
         self._awaits = list(program.awaits)
         self._end = len(program.awaits)
         self._slots = in_flight
@@ -101,11 +101,11 @@ class ProgramRun:
         if not self.abort.is_requested:
             for run, place in self.program.releases[position]:
                 other = self._others[run]
-                other._send((other, place))
+                other.post((other, place))
 
     def send(self, place: int) -> None:
         """Have the device's thread call ``receive`` with ``place``. From any thread."""
-        self._send((self, place))
+        self.post((self, place))
 
     def stop(self) -> None:
         """As ``Stoppable.stop``."""

@@ -61,7 +61,7 @@ class Stoppable(Protocol):
 class StepAbort:
     """Whether and how one step ends early. For any thread."""
 
-    __slots__ = ("_later", "_lock", "is_requested", "number", "runs")
+    __slots__ = ("_lock", "is_requested", "later", "number", "runs")
 
     def __init__(self, number: int, lock: threading.RLock | None = None) -> None:
         """``number`` is the step's; ``lock`` is one for all steps that may follow each other."""
@@ -70,7 +70,8 @@ class StepAbort:
         """The flag. Once it is on, no device begins a task of the step."""
         self.runs: Sequence[Stoppable] = ()
         """The step's programs, if it runs by programs."""
-        self._later: StepAbort | None = None
+        self.later: StepAbort | None = None
+        """The step behind this one, which ends early with it."""
         # Reentrant: a signal handler or a finalizer may close the driver while its thread is in here.
         self._lock = lock or threading.RLock()
 
@@ -78,7 +79,7 @@ class StepAbort:
         """Put ``later`` behind this step, so that both end early together; false if this one is aborted already."""
         with self._lock:
             if not self.is_requested:
-                self._later = later
+                self.later = later
             return not self.is_requested
 
     def request(self, post: PostEvent, event: Event, at: float | None = None) -> None:
@@ -114,10 +115,10 @@ class StepAbort:
     def end(self) -> None:
         """The step is over: refer to nothing of it."""
         self.runs = ()
-        self._later = None
+        self.later = None
 
     def _chain(self) -> Iterator[StepAbort]:
         step: StepAbort | None = self
         while step is not None:
             yield step
-            step = step._later
+            step = step.later

@@ -15,36 +15,20 @@ from asyncpipe.core.engine.events import (
     RunPrograms,
     StepCancelled,
     StepCompleted,
-    StepFinished,
     StepSubmitted,
     TaskCompleted,
-    TaskDropped,
-    TaskFailed,
     TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
-
-
-def random_graph(draw: random.Random, devices: int) -> TaskGraph:
-    name = draw.choice(["gpipe", "1f1b", "interleaved", "zb-h2"])
-    stages = devices * (2 if name == "interleaved" else 1)
-    phase = draw.choice([Phase.STEP, Phase.STEP, Phase.FORWARD])
-    updates = tuple(range(stages)) if phase is Phase.STEP and draw.random() < 0.8 else ()
-    wiring = Wiring(Wiring.chain(stages).links, (), updates)
-    microbatches = devices * draw.randint(1, 2)
-    checkpoint = draw.choice(list(CheckpointMode))
-    return lower(
-        find_schedule(name), Shape(stages, microbatches, devices), checkpoint=checkpoint, phase=phase, wiring=wiring
-    )
 
 
 class Devices:
@@ -59,9 +43,7 @@ class Devices:
         self.queues: dict[str, deque[tuple[int, int]]] = {}
         self.runs: dict[tuple[int, str], deque[int]] = {}
         self.begun: list[tuple[int, int]] = []
-        self.aborted: set[int] = set()
         self.ends: dict[int, StepCompleted] = {}
-        self.finished: list[int] = []
         self.issued: list[tuple[int, int]] = []
         self.done: set[tuple[int, int]] = set()
         self.after: dict[int, int | None] = {}
@@ -85,13 +67,9 @@ class Devices:
             elif isinstance(command, RunPrograms):
                 for program in programs(graph).programs:
                     self.runs[command.step, graph.devices[program.device]] = deque(program.tasks)
-            elif isinstance(command, StepFinished):
-                self.finished.append(command.step)
             elif isinstance(command, StepCompleted):
                 self.ends[command.step] = command
                 self.state.remove(command.step)
-            else:
-                self.aborted.add(command.step)
 
     def able(self) -> list[tuple[str, int, int]]:
         """What devices can begin now: (device, step, task)."""
@@ -108,10 +86,8 @@ class Devices:
                 found.append((device, step, tasks[0]))
         return [able for able in found if able[1:] not in self.held]
 
-    def go_on(self, fail: bool = False) -> None:
-        """One device does one thing; with ``fail`` its task raises."""
-        for step, device in [key for key in self.runs if key[0] in self.aborted]:
-            self.handle(ProgramEnded(step, tuple(self.runs.pop((step, device)))))
+    def go_on(self) -> None:
+        """One device does one thing."""
         if self.issued and (self.draw.random() < 0.5 or not self.able()):
             step, task = self.issued.pop(self.draw.randrange(len(self.issued)))
             self.handle(TaskCompleted(step, task, 0.0, 0.0))
@@ -121,13 +97,7 @@ class Devices:
         device, step, task = self.draw.choice(able)
         mine = self.runs[step, device] if (step, device) in self.runs else self.queues[device]
         mine.popleft()
-        if step in self.aborted:
-            self.handle(TaskDropped(step, task))
-            return
         self.begun.append((step, task))
-        if fail:
-            self.handle(TaskFailed(step, task, ValueError("boom")))
-            return
         self.done.add((step, task))
         if self.draw.random() < 0.3:
             self.handle(TaskIssued(step, task))
@@ -154,72 +124,14 @@ class Devices:
             assert count == whole or not any(after > step and where == device for after, where in counts)
 
 
-WAYS = [("single", 16), ("single", 1), ("programs", 16), ("shared", 16)]
-
-
-def devices(draw: random.Random, way: str, in_flight: int) -> Devices:
+def devices(way: str) -> Devices:
     share = Share(job="a") if way == "shared" else None
-    return Devices(draw, in_flight=in_flight, by_program=way == "programs", share=share)
-
-
-@pytest.mark.parametrize(("way", "in_flight"), WAYS)
-@pytest.mark.parametrize("seed", range(25))
-def test_devices_go_over_to_the_next_step_one_by_one(way: str, in_flight: int, seed: int) -> None:
-    draw = random.Random(seed)
-    pipes = devices(draw, way, in_flight)
-    count = draw.randint(1, 3)
-    graphs = [random_graph(draw, count) for _ in range(5)]
-    ahead = draw.randint(1, 2)
-    submitted = 0
-    while len(pipes.ends) < len(graphs):
-        if submitted < len(graphs) and submitted - len(pipes.finished) <= ahead:
-            pipes.submit(submitted, graphs[submitted], submitted - 1 if submitted else None)
-            submitted += 1
-        pipes.go_on()
-    assert pipes.finished == list(range(len(graphs)))
-    assert all(end.outcome is Outcome.OK for end in pipes.ends.values())
-    pipes.check_order(len(graphs))
-    assert pipes.state.idle
-
-
-@pytest.mark.parametrize("how", ["fail", "cancel"])
-@pytest.mark.parametrize(("way", "in_flight"), WAYS)
-@pytest.mark.parametrize("seed", range(25))
-def test_a_step_that_ends_early_takes_those_behind_it_along(way: str, in_flight: int, seed: int, how: str) -> None:
-    draw = random.Random(seed)
-    pipes = devices(draw, way, in_flight)
-    count = draw.randint(1, 3)
-    graphs = [random_graph(draw, count) for _ in range(3)]
-    for step, graph in enumerate(graphs):
-        pipes.submit(step, graph, step - 1 if step else None)
-    for _ in range(draw.randint(0, 2 * len(graphs[0].tasks))):
-        pipes.go_on()
-    victim = len(pipes.finished)
-    if victim == len(graphs):
-        return
-    if how == "cancel":
-        pipes.handle(StepCancelled(victim))
-    else:
-        while not pipes.aborted and len(pipes.ends) < 3:
-            pipes.go_on(fail=True)
-        if not pipes.aborted:
-            return
-        victim = pipes.begun[-1][0]
-    begun = len(pipes.begun)
-    while len(pipes.ends) < len(graphs):
-        pipes.go_on()
-    outcome = Outcome.CANCELLED if how == "cancel" else Outcome.FAILED
-    assert [end.outcome for _, end in sorted(pipes.ends.items())] == (
-        [Outcome.OK] * victim + [outcome] + [Outcome.CANCELLED] * (len(graphs) - victim - 1)
-    )
-    assert all(step < victim for step, _ in pipes.begun[begun:])
-    pipes.check_order(len(graphs))
-    assert pipes.state.idle
+    return Devices(random.Random(0), by_program=way == "programs", share=share)
 
 
 @pytest.mark.parametrize("way", ["single", "programs", "shared"])
 def test_a_device_at_its_end_does_not_wait_for_the_others(way: str) -> None:
-    pipes = devices(random.Random(0), way, 16)
+    pipes = devices(way)
     graph = lower(find_schedule("1f1b"), Shape(2, 4, 2), wiring=Wiring(((0, 1),), (), (0, 1)))
     update = graph.find(TaskKind.UPDATE, WHOLE_STEP, 1).number
     pipes.held = {(0, update)}  # What the last stage does last does not come to its end.

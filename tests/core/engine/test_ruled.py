@@ -20,11 +20,10 @@ from asyncpipe.core.engine.events import (
     StepSubmitted,
     TaskCompleted,
 )
-from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.part import part
-from asyncpipe.core.graph.task import WHOLE_STEP, Task
-from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
@@ -32,7 +31,7 @@ from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.backward_first import BackwardFirst
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
-from asyncpipe.core.schedules.protocol import Action, B, F, HintedSchedule, I, OrderedSchedule, RuledSchedule, Shape, W
+from asyncpipe.core.schedules.protocol import Action, B, F, HintedSchedule, OrderedSchedule, RuledSchedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError, ScheduleError
 
@@ -121,57 +120,7 @@ def test_a_hint_takes_the_names_and_places_of_its_order() -> None:
         find_schedule(TwoLines(), order="hint")
 
 
-class Listed(OrderedSchedule):
-    """One device's order."""
-
-    def __init__(self, *actions: Action) -> None:
-        self._actions = actions
-
-    def order(self, device: int, shape: Shape) -> Iterable[Action]:
-        return self._actions
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        [F(0, 0), F(1, 0), B(0, 0), B(1, 0), F(2, 0), F(3, 0), B(2, 0), B(3, 0)],
-        [F(0, 0), I(0, 0), W(0, 0), F(1, 0), I(1, 0), W(1, 0)],
-        [F(0, 0), F(1, 0), I(1, 0), I(0, 0), W(0, 0), W(1, 0)],
-    ],
-)
-def test_one_device_alone_keeps_to_its_hint(order: list[Action]) -> None:
-    shape = Shape(1, len({action.microbatch for action in order}), 1)
-    times = run(HintedSchedule(Listed(*order)), shape)
-    assert [Action(*time.task[1:4]) for time in times.tasks] == order
-
-
-def test_the_cap_of_a_hint_counts_weight_gradients() -> None:
-    """In the strict order each micro-batch leaves, with its W, before the next one comes."""
-    hint = HintedSchedule(Listed(F(0, 0), I(0, 0), W(0, 0), F(1, 0), I(1, 0), W(1, 0)))
-    assert not hint.admit(F(1, 0), 1, Shape(1, 2, 1))
-
-
-def test_two_that_leave_let_two_in() -> None:
-    """B1 is ready when B0 ends, so both are gone before F2 comes in; F3 need not wait for another one to leave."""
-
-    def costs(task: Task) -> float:
-        return 5.0 if task.kind is TaskKind.BACKWARD and task.stage == 0 else float(task.kind is not TaskKind.COPY)
-
-    times = run(BackwardFirst(cap=2), Shape(2, 4, 2), costs)
-    assert [time.task.label for time in times.tasks if time.task.lane.device == "dev:0" and time.seconds] == [
-        *("F0", "F1", "B0", "B1", "F2", "F3", "B2", "B3")
-    ]
-
-
 # The graph
-
-
-def test_ruled_graphs_have_data_edges_alone() -> None:
-    graph = lower(TwoLines(), Shape(3, 4, 3), checkpoint=CheckpointMode.EXCEPT_LAST)
-    order = [edge for edge in graph.edges() if edge.reason is Reason.ORDER]
-    ends = [(graph.tasks[e.dependency].id, graph.tasks[e.task].id) for e in order]
-    recomputes = [(f"B({i},{j + 1})", f"R({i},{j})") for i in range(3) for j in range(2)]
-    assert sorted(ends) == sorted(recomputes), "a recomputation begins while its gradient is copied"
 
 
 def test_what_belongs_to_the_whole_step_waits_for_every_backward() -> None:
@@ -183,41 +132,6 @@ def test_what_belongs_to_the_whole_step_waits_for_every_backward() -> None:
     assert before["S(0)"] == {"B(0,0)", "B(1,0)", "B(2,0)", "C(2>0)"}
     assert before["C(2>0)"] == {"B(0,2)", "B(1,2)", "B(2,2)"}
     assert all("C(0>2)" in before[f"F({i},2)"] for i in range(3)), "any forward may be the first one"
-
-
-def test_an_update_waits_for_weight_gradients_alone() -> None:
-    class Split(TwoLines):
-        splits_backward = True
-
-    graph = lower(Split(), Shape(2, 2, 2), wiring=Wiring(((0, 1),), updates=(1,)))
-    before = graph.dependencies[graph.find(TaskKind.UPDATE, WHOLE_STEP, 1).number]
-    assert {graph.tasks[task].id for task in before} == {"W(0,1)", "W(1,1)"}
-
-
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
-def test_phases_without_a_choice_are_chained(phase: Phase) -> None:
-    class Backwards(BackwardFirst):
-        def actions(self, device: int, shape: Shape) -> Iterable[Action]:
-            return reversed(list(super().actions(device, shape)))
-
-    graph = lower(Backwards(), Shape(4, 3, 2), phase=phase)
-    assert graph.rule is None
-    kinds = {task.kind for task in graph.tasks} - {TaskKind.COPY}
-    assert kinds == {TaskKind.FORWARD if phase is Phase.FORWARD else TaskKind.BACKWARD}
-    simulate(graph)
-
-
-# Beside other steps
-
-
-def test_a_refused_step_lets_a_later_one_through() -> None:
-    ruled, ordered = lower(BackwardFirst(cap=1), Shape(2, 2, 2)), lower(find_schedule("gpipe"), Shape(2, 2, 2))
-    state = SchedulerState()
-    state.handle(StepSubmitted(0, ruled), 0.0)
-    state.handle(StepSubmitted(1, ordered), 0.0)
-    assert state.choose(0.0) == [Dispatch(0, ruled.find(TaskKind.FORWARD, 0, 0).number)]
-    state.handle(TaskCompleted(0, ruled.find(TaskKind.FORWARD, 0, 0).number, 0.0, 1.0), 1.0)
-    assert Dispatch(1, ordered.find(TaskKind.FORWARD, 0, 0).number) in state.choose(1.0)
 
 
 # Rules that are none

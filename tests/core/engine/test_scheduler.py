@@ -6,7 +6,6 @@ The model knows graphs and events, and nothing of how the scheduler keeps its bo
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -36,7 +35,7 @@ from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.records.step_record import remove_record
-from asyncpipe.core.schedules.protocol import F, Shape
+from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
@@ -222,36 +221,7 @@ def test_steps_that_fail_or_are_cancelled_at_any_point(draw: random.Random, step
     World(draw, steps, failures=True, cancellations=True).run()
 
 
-@settings(max_examples=30)
-@given(worlds)
-def test_a_cancelled_step_drains_and_its_neighbour_goes_on(draw: random.Random) -> None:
-    world = World(draw, 2, failures=False, cancellations=False)
-    world.send(StepSubmitted(world.next_step, world.to_submit[-1]))
-    world.send(StepSubmitted(world.next_step, world.to_submit[-1]))
-    first, second = world.models.values()
-    world.send(StepCancelled(first.number))
-    world.run()
-    assert (first.outcome, second.outcome) == (Outcome.CANCELLED, Outcome.OK)
-    assert len(second.dispatched) == len(second.graph.tasks)
-
-
 # Single cases, written out
-
-
-def small(microbatches: int = 2) -> TaskGraph:
-    return lower(find_schedule("gpipe"), Shape(2, microbatches, 2))
-
-
-def dispatched(commands: Iterable[Command]) -> list[tuple[int, int]]:
-    return [(command.step, command.task) for command in commands if isinstance(command, Dispatch)]
-
-
-def test_a_device_is_handed_its_chain_at_once_and_the_copy_waits_for_the_issue() -> None:
-    graph, state = small(), SchedulerState()
-    names = [graph.tasks[task].id for _, task in dispatched(state.handle(StepSubmitted(0, graph), 0.0))]
-    assert names == ["F(0,0)", "F(1,0)"]
-    commands = state.handle(TaskIssued(0, graph.find(*F(0, 0)).number), 1.0)
-    assert [graph.tasks[task].id for _, task in dispatched(commands)] == ["C(0,0>1)", "F(0,1)"]
 
 
 def test_a_failure_after_the_step_finished_shows_when_it_completes() -> None:
@@ -275,44 +245,7 @@ def test_a_cancellation_that_comes_too_late_changes_nothing() -> None:
     assert remove_record(state, 0).outcome is Outcome.OK
 
 
-def test_a_second_cancellation_changes_nothing() -> None:
-    graph, state = small(), SchedulerState()
-    (_, first), (_, second) = dispatched(state.handle(StepSubmitted(0, graph), 0.0))
-    assert state.handle(StepCancelled(0), 1.0) == [Abort(0)]
-    assert state.handle(StepCancelled(0), 2.0) == []
-    assert state.handle(TaskDropped(0, second), 3.0) == []
-    ends = state.handle(TaskCompleted(0, first, 0.0, 4.0), 4.0)
-    assert ends == [cls(0, Outcome.CANCELLED) for cls in (StepFinished, StepCompleted)]
-
-
-def test_the_first_error_counts() -> None:
-    graph, state = small(), SchedulerState()
-    (_, first), (_, second) = dispatched(state.handle(StepSubmitted(0, graph), 0.0))
-    errors = [ValueError("first"), ValueError("second")]
-    assert state.handle(TaskFailed(0, second, errors[0]), 1.0) == [Abort(0)]
-    ends = state.handle(TaskFailed(0, first, errors[1]), 2.0)
-    assert ends == [cls(0, Outcome.FAILED, second, errors[0]) for cls in (StepFinished, StepCompleted)]
-
-
-def test_the_cap_reaches_over_steps() -> None:
-    graph, state = lower(find_schedule("gpipe"), Shape(1, 2, 1), phase=Phase.FORWARD), SchedulerState(in_flight=2)
-    assert dispatched(state.handle(StepSubmitted(0, graph), 0.0)) == [(0, 0), (0, 1)]
-    assert dispatched(state.handle(StepSubmitted(1, graph), 0.0)) == []
-    assert state.handle(TaskIssued(0, 0), 1.0) == []
-    assert dispatched(state.handle(TaskCompleted(0, 0, 0.0, 1.0), 1.0)) == [(1, 0)]
-
-
 @pytest.mark.parametrize("in_flight", [0, -1])
 def test_a_lane_may_hold_a_task(in_flight: int) -> None:
     with pytest.raises(OptionError, match=f"in_flight must be a positive integer, got {in_flight}"):
         SchedulerState(in_flight=in_flight)
-
-
-def test_the_record_can_be_taken_once() -> None:
-    graph, state = lower(find_schedule("gpipe"), Shape(1, 1, 1), phase=Phase.FORWARD), SchedulerState()
-    state.handle(StepSubmitted(0, graph), 0.0)
-    state.handle(TaskCompleted(0, 0, 0.0, 1.0), 1.0)
-    assert not state.idle
-    kinds = Counter(type(entry).__name__ for _, entry in remove_record(state, 0).journal)
-    assert kinds == dict.fromkeys(("StepSubmitted", "Dispatch", "TaskCompleted", "StepFinished", "StepCompleted"), 1)
-    assert state.idle

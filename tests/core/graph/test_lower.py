@@ -16,7 +16,7 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring, critical_path
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, RuledSchedule, Shape
+from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
@@ -96,12 +96,6 @@ def test_recomputed_micro_batches(name: str, mode: CheckpointMode, recomputed: i
     assert sorted((task.microbatch, task.stage) for task in of_kind(graph, TaskKind.RECOMPUTE)) == expected
 
 
-def test_the_only_micro_batch_is_the_last_one() -> None:
-    shape = Shape(2, 1, 2)
-    assert not of_kind(lower(find_schedule("gpipe"), shape, checkpoint=EXCEPT_LAST), TaskKind.RECOMPUTE)
-    assert len(of_kind(lower(find_schedule("gpipe"), shape, checkpoint=ALWAYS), TaskKind.RECOMPUTE)) == 2
-
-
 def test_checkpoint_modes_are_parsed_or_listed() -> None:
     assert CheckpointMode.parse("except_last") is EXCEPT_LAST
     with pytest.raises(OptionError, match="one of 'always', 'except_last', 'never', got 'sometimes'"):
@@ -143,16 +137,6 @@ def test_copies_go_both_ways_in_queues_of_their_own() -> None:
     assert waits(graph, back) == {("B(0,1)", Reason.DATA)}
     assert waits(graph, graph.find(TaskKind.FORWARD, 0, 1)) == {("C(0,0>1)", Reason.COPY)}
     assert waits(graph, graph.find(TaskKind.BACKWARD, 0, 0)) == {("C(0,1>0)", Reason.COPY), ("F(0,0)", Reason.DATA)}
-
-
-def test_forwards_only() -> None:
-    trained = lower(find_schedule("1f1b"), Shape(3, 4, 3), checkpoint=ALWAYS)
-    graph = lower(find_schedule("1f1b"), Shape(3, 4, 3), checkpoint=ALWAYS, phase=Phase.FORWARD)
-    assert not graph.training
-    assert {task.kind for task in graph.tasks} == {TaskKind.FORWARD, TaskKind.COPY}
-    forwards = [task.id for task in trained.tasks if task.kind is TaskKind.FORWARD]
-    assert sorted(task.id for task in graph.tasks if task.kind is TaskKind.FORWARD) == sorted(forwards)
-    assert waits(graph, graph.find(TaskKind.FORWARD, 3, 1)) == {("C(3,0>1)", Reason.COPY), ("F(2,1)", Reason.ORDER)}
 
 
 # Edges
@@ -238,13 +222,6 @@ def test_the_clock_cycles_of_gpipe(p: int, m: int) -> None:
         assert copy.cycle == graph.tasks[producer].cycle + 1
 
 
-def test_device_names() -> None:
-    assert lower(find_schedule("gpipe"), Shape(2, 1, 2)).devices == ("dev:0", "dev:1")
-    named = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cuda:0", "cuda:1"])
-    assert named.find(TaskKind.FORWARD, 0, 1).lane == Lane("cuda:1", Queue.COMPUTE)
-    assert str(named.find(TaskKind.FORWARD, 0, 1).lane) == "cuda:1/compute"
-
-
 def test_a_task_that_is_not_there() -> None:
     with pytest.raises(KeyError, match="no R task for micro-batch 0 at stage 1"):
         lower(find_schedule("gpipe"), Shape(2, 1, 2)).find(TaskKind.RECOMPUTE, 0, 1)
@@ -294,26 +271,3 @@ def test_plain_data_and_dot_name_every_task_and_edge() -> None:
     assert all(f'"{task.id}" [' in dot for task in graph.tasks)
     assert dot.count(" -> ") == len(data["edges"])
     assert dot.count("style=dashed") == sum(edge.reason is Reason.ORDER for edge in graph.edges())
-
-
-class Fifo(RuledSchedule):
-    """Every action has the same priority; backwards are split."""
-
-    splits_backward = True
-
-    def priority(self, action: Action, shape: Shape) -> int:
-        return 0
-
-
-@pytest.mark.parametrize("mode", CheckpointMode)
-def test_a_ruled_schedule_may_list_its_actions_in_any_order(mode: CheckpointMode) -> None:
-    class Backwards(Fifo):
-        def actions(self, device: int, shape: Shape) -> Iterable[Action]:
-            return reversed(list(super().actions(device, shape)))
-
-    def edges(schedule: RuledSchedule) -> set[tuple[str, str]]:
-        return {
-            (edge["from"], edge["to"]) for edge in to_dict(lower(schedule, Shape(2, 3, 2), checkpoint=mode))["edges"]
-        }
-
-    assert edges(Backwards()) == edges(Fifo())

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.offload import LEAST_WAIT, check_offload, offloaded
-from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from asyncpipe.core.predict.costs import Costs, Jitter
@@ -79,18 +78,6 @@ def bound_of(graph: TaskGraph, memory: StageMemory) -> list[int]:
     return peak_memory(simulate(graph, Costs(copy=0.0)), memory)
 
 
-@given(graphs())
-def test_numbers_are_an_order_in_which_devices_can_run(graph: TaskGraph) -> None:
-    assert all(before < task for task, row in enumerate(graph.dependencies) for before in row)
-    done: set[int] = set()
-    orders = [list(program.tasks) for program in programs(graph).programs]
-    while any(orders):
-        ready = [order for order in orders if order and done.issuperset(graph.dependencies[order[0]])]
-        assert ready, "a device waits for what is behind it"
-        for order in ready:
-            done.add(order.pop(0))
-
-
 def test_those_that_wait_longest_are_offloaded() -> None:
     order = [*(F(i, 0) for i in range(6)), *(B(i, 0) for i in (5, 4, 1, 0, 2, 3))]
     assert offloaded(order, [1.0]) == [(0, 0), (1, 0), (2, 0), (3, 0)]
@@ -100,14 +87,6 @@ def test_those_that_wait_longest_are_offloaded() -> None:
     for m in range(1, 60):
         whole = [*(F(i, 0) for i in range(m)), *(B(i, 0) for i in range(m))]
         assert all(len(offloaded(whole, [k / m])) == (k if m > LEAST_WAIT else 0) for k in range(m + 1))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_last_stage_keeps_what_it_needs_at_once(name: str) -> None:
-    shape = Shape(8 if name == "interleaved" else 4, 8, 4)
-    graph = lower(find_schedule(name), shape, offload=[1.0] * shape.stages)
-    last = {task.microbatch for task in graph.tasks if task.kind is TaskKind.OFFLOAD and task.stage == shape.stages - 1}
-    assert last == (set(range(6)) if name == "gpipe" else set())
 
 
 def test_what_tasks_wait_for_has_reasons() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +14,6 @@ from asyncpipe.core.graph.part import BEGINNING, Departure, Part, part
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.report import report
-from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import DeviceError
@@ -101,33 +98,6 @@ def test_devices_run_the_programs_of_the_whole_graph(draw: random.Random) -> Non
     assert not whole
 
 
-@settings(max_examples=100)
-@given(st.randoms(use_true_random=False))
-def test_one_part_is_the_whole_graph(draw: random.Random) -> None:
-    graph = random_graph(draw, most_devices=5, ruled=0.4)
-    each = part(graph, graph.devices)
-    for field in fields(TaskGraph):
-        if field.name != "rule":
-            assert getattr(each.graph, field.name) == getattr(graph, field.name), field.name
-    if graph.rule is not None:
-        assert each.graph.rule is not None
-        for name in ("ranks", "by_rank", "loads", "admit", "ahead"):
-            assert getattr(each.graph.rule, name) == getattr(graph.rule, name)
-    assert each.whole == tuple(range(len(graph.tasks)))
-    assert (each.arrivals, each.at_start, set(each.departures)) == ({}, (), {()})
-
-
-@settings(max_examples=50)
-@given(st.randoms(use_true_random=False))
-def test_a_part_can_be_simulated_and_reported(draw: random.Random) -> None:
-    """What comes from outside is there at the beginning."""
-    graph = random_graph(draw, ruled=0.4)
-    for each in cut(graph, draw):
-        found = report(simulate(each.graph))
-        assert sorted(time.task.number for time in found.tasks) == list(range(len(each.whole)))
-        assert set(found.gates_opened) == set(each.graph.gates)
-
-
 # Written out
 
 
@@ -152,18 +122,6 @@ def test_a_chain_of_two() -> None:
     assert first.graph.read_by(1) == (), "what a copy reads is not in its part"
     assert first.graph.find(TaskKind.BACKWARD, 0, 0).number == 2
     assert [(edge.dependency, edge.task) for edge in first.graph.edges()] == [(0, 2), (1, 2)]
-
-
-def test_a_backward_has_its_callers_gates_where_its_last_stage_is() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(3, 4, 3), phase=Phase.BACKWARD)
-    last = part(graph, ["dev:2"])
-    assert [last.graph.tasks[gated].id for gated in last.graph.gates] == [f"B({i},2)" for i in range(4)]
-    assert last.arrivals == {}
-    middle = part(graph, ["dev:1", "dev:0"])
-    assert len(middle.graph.gates) == len(middle.arrivals) == 4
-    both = part(graph, ["dev:2", "dev:0"])
-    assert [both.graph.tasks[gated].id for gated in both.graph.gates[:4]] == [f"B({i},2)" for i in range(4)]
-    assert sorted(both.arrivals.values()) == [4, 5, 6, 7]
 
 
 def test_tied_parameters_leave_when_the_step_begins() -> None:

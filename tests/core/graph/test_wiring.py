@@ -10,10 +10,7 @@ import pytest
 from asyncpipe.core.engine.events import (
     Dispatch,
     GateOpened,
-    StepCancelled,
-    StepCompleted,
     StepSubmitted,
-    TaskCompleted,
     TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
@@ -24,7 +21,6 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.records.step_record import remove_record
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
@@ -93,11 +89,6 @@ def test_copies_of_a_lane_arrive_in_the_order_in_which_they_are_needed(name: str
             assert (task.number in ordered) == (source != previous), task
 
 
-def test_copies_from_one_device_need_no_order() -> None:
-    graph = graph_of("interleaved", Shape(8, 6, 4), links=tuple((j, j + 1) for j in range(7)))
-    assert all(graph.read_by(task.number) == graph.dependencies[task.number] for task in graph.tasks)
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_skips_that_a_host_issues_far_ahead_do_not_block_copies_that_are_needed_before(name: str, seed: int) -> None:
@@ -122,19 +113,6 @@ def test_skips_that_a_host_issues_far_ahead_do_not_block_copies_that_are_needed_
         commands = state.handle(TaskIssued(0, task.number), 0.0)
     assert len(ends) == len(graph.tasks)
     assert max(ends.values()) <= 1.02 * report(simulate(graph, cost)).seconds
-
-
-def test_a_skip_within_a_device_is_no_copy() -> None:
-    graph = graph_of("interleaved", Shape(4, 2, 2), links=((0, 1), (0, 2), (1, 2), (2, 3)))
-    assert not [task for task in graph.tasks if task.kind is TaskKind.COPY and {task.stage, task.source} == {0, 2}]
-    assert "F(1,0)" in before(graph, graph.find(TaskKind.FORWARD, 1, 2))
-    assert "B(1,2)" in before(graph, graph.find(TaskKind.BACKWARD, 1, 0))
-
-
-def test_stages_need_no_chain() -> None:
-    graph = graph_of(links=((0, 2), (1, 2), (2, 3)))
-    assert before(graph, graph.find(TaskKind.FORWARD, 0, 1)) == set()
-    assert before(graph, graph.find(TaskKind.BACKWARD, 2, 0)) == {"C(2,2>0)", "F(2,0)"}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -187,17 +165,6 @@ def test_the_backward_phase_is_figure_2(name: str, shape: Shape) -> None:
             assert before(graph, graph.find(TaskKind.RECOMPUTE, i, j)) == expected
 
 
-def test_the_backward_phase_mirrors_interleaved_stages() -> None:
-    forward = graph_of("interleaved", Shape(4, 4, 2), phase=FORWARD)
-    backward = graph_of("interleaved", Shape(4, 4, 2), phase=BACKWARD)
-    for device in ("dev:0", "dev:1"):
-        orders = [
-            [(t.microbatch, t.stage) for t in graph.tasks if t.lane.device == device and t.source is None]
-            for graph in (forward, backward)
-        ]
-        assert orders[0] == orders[1][::-1]
-
-
 def test_a_gate_holds_its_backward_and_nothing_else() -> None:
     graph = graph_of(phase=BACKWARD, checkpoint="always", shape=Shape(2, 2, 2), links=((0, 1),))
     state = SchedulerState()
@@ -212,31 +179,3 @@ def test_a_gate_holds_its_backward_and_nothing_else() -> None:
         state.handle(GateOpened(0, 1), 0.0)
     with pytest.raises(InvalidTransition):
         state.handle(GateOpened(7, 0), 0.0)
-
-
-def test_a_step_behind_closed_gates_can_be_cancelled() -> None:
-    graph = graph_of(phase=BACKWARD, shape=Shape(1, 2, 1), links=())
-    state = SchedulerState()
-    assert state.handle(StepSubmitted(0, graph), 0.0) == []
-    assert any(isinstance(command, StepCompleted) for command in state.handle(StepCancelled(0), 1.0))
-    assert remove_record(state, 0).graph is graph
-    assert state.idle
-
-
-def test_a_gate_that_opens_while_the_step_drains_changes_nothing() -> None:
-    graph = graph_of(phase=BACKWARD, shape=Shape(1, 2, 1), links=())
-    state = SchedulerState()
-    state.handle(StepSubmitted(0, graph), 0.0)
-    state.handle(GateOpened(0, 1), 0.0)
-    state.handle(StepCancelled(0), 1.0)
-    assert state.handle(GateOpened(0, 0), 1.0) == []
-    running = graph.find(TaskKind.BACKWARD, 1, 0).number
-    assert any(isinstance(c, StepCompleted) for c in state.handle(TaskCompleted(0, running, 0.0, 2.0), 2.0))
-
-
-def test_all_of_it_can_be_simulated() -> None:
-    graph = graph_of(ties=((0, 3),), updates=(0, 1, 2, 3), links=((0, 1), (0, 3), (1, 2), (2, 3)), checkpoint="always")
-    result = report(simulate(graph, Costs()))
-    assert len(result.tasks) == len(graph.tasks)
-    backward = graph_of(phase=BACKWARD)
-    assert report(simulate(backward, Costs(backward=1))).seconds == 6.0

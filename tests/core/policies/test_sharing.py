@@ -11,10 +11,7 @@ from sharing_helpers import (
     flows_of,
     graph_of,
     one_lane,
-    order,
-    shaken,
     spans,
-    step_seconds,
 )
 
 from asyncpipe.core.engine.events import (
@@ -30,7 +27,6 @@ from asyncpipe.core.policies.fair_share import MOST_AHEAD
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
-from asyncpipe.core.schedules.protocol import F
 from asyncpipe.errors import OptionError
 
 LIGHT, HEAVY = Share("light"), Share("heavy", weight=3.0)
@@ -94,24 +90,6 @@ def test_weights_1_and_3_share_device_time_1_to_3(
         assert seconds / computed(little)[device] == pytest.approx(3.0, rel=0.05)
 
 
-def test_shares_hold_where_tasks_take_different_times() -> None:
-    graph, costs = graph_of("1f1b", 2, 8), Costs(0.01, 0.02, copy=0.0005)
-    first = SimulatedJob(graph, shaken(costs, 0.3, seed=1), LIGHT, steps=None, pause=0.01)
-    second = SimulatedJob(graph, shaken(costs, 0.3, seed=2), HEAVY, steps=150, pause=0.01)
-    little, much = simulate_jobs([first, second])
-    assert sum(computed(much).values()) / sum(computed(little).values()) == pytest.approx(3.0, rel=0.05)
-
-
-@pytest.mark.parametrize("weight", [1e-3, 1.0, 1e3])
-def test_nobody_starves(weight: float) -> None:
-    graph = graph_of("1f1b", 2, 4)
-    jobs = [
-        SimulatedJob(graph, Costs(), Share("a", weight), steps=2),
-        SimulatedJob(graph, Costs(), Share("b"), steps=2),
-    ]
-    assert [len(run.records) for run in simulate_jobs(jobs)] == [2, 2]
-
-
 def test_who_was_away_for_long_catches_up_one_step_and_shares_from_then_on() -> None:
     """Its step of 4 tasks ran twice before the pause of 1000, so that 4 of the first of 40 may be caught up."""
     hand, now = ByHand(), 0.0
@@ -138,17 +116,6 @@ def test_who_was_away_for_long_catches_up_one_step_and_shares_from_then_on() -> 
     assert 36 <= sum(step == 3 for step in back) <= 40
 
 
-def test_a_new_job_begins_at_the_lanes_time() -> None:
-    """Neither behind the others, as if it had missed all that was before it, nor in front of them."""
-    jobs = [
-        SimulatedJob(one_lane(200), always(1.0), Share("old"), steps=None),
-        SimulatedJob(one_lane(100), always(1.0), Share("new"), start=1000.5),
-    ]
-    _, new = simulate_jobs(jobs)
-    (seconds,) = step_seconds(new.records)
-    assert seconds == pytest.approx(200, abs=20), "half of the time, behind what was handed over before"
-
-
 # What one job alone sees
 
 
@@ -167,16 +134,6 @@ def test_a_job_alone_is_handed_over_far_ahead_and_two_are_not() -> None:
     for task in range(16 - MOST_AHEAD):
         assert dispatched(hand.send(TaskCompleted(0, task, task, task + 1.0), task + 1.0)) == []
     assert dispatched(hand.send(TaskCompleted(0, 14, 14.0, 15.0), 15.0)) == [(1, 0)]
-
-
-def test_of_two_tasks_that_are_handed_over_together_each_job_has_one() -> None:
-    """The first one's expected time counts before it is charged."""
-    hand, graph = ByHand(), one_lane(4)
-    for step, name in enumerate("ab"):
-        hand.run_step(step, one_lane(1), Share(name), float(step), 1.0)
-    hand.state.handle(StepSubmitted(2, graph, Share("a")), 9.0)
-    hand.state.handle(StepSubmitted(3, graph, Share("b")), 9.0)
-    assert {step for step, _ in dispatched(hand.choose(9.0))} == {2, 3}
 
 
 def test_a_job_that_is_back_soon_counts_as_there() -> None:
@@ -230,13 +187,6 @@ def test_expected_is_the_mean_of_the_last_times() -> None:
     assert hand.state.expected(1, 0) is None, "there is no such step"
 
 
-def test_nothing_is_measured_for_a_pipeline_by_itself() -> None:
-    hand, graph = ByHand(), one_lane(2)
-    hand.send(StepSubmitted(0, graph), 0.0)
-    hand.send(TaskCompleted(0, 0, 0.0, 1.0), 1.0)
-    assert hand.state.expected(0, 1) is None
-
-
 def test_a_job_is_forgotten_when_it_is_gone() -> None:
     hand, graph = ByHand(), one_lane(1)
     hand.run_step(0, graph, Share("keeps"), 0.0, 1.0)
@@ -271,24 +221,3 @@ def test_a_job_that_goes_on_is_not_forgotten() -> None:
 def test_a_simulation_must_end() -> None:
     with pytest.raises(OptionError, match="give until"):
         simulate_jobs([SimulatedJob(one_lane(1), steps=None)])
-
-
-def test_a_simulation_ends_in_the_middle_of_a_step() -> None:
-    graph = graph_of("gpipe", 2, 1)
-    (run,) = simulate_jobs([SimulatedJob(graph, Costs(forward=3, backward=5), steps=None, pause=1.0)], until=20.0)
-    # A step takes 16; of the next one F(0,0) begins at 17.
-    assert len(run.records) == 1
-    assert computed(run) == {"dev:0": 11.0, "dev:1": 8.0}
-
-
-def test_first_tasks_are_those_of_the_schedule() -> None:
-    graph = graph_of("1f1b", 2, 4)
-    jobs = [SimulatedJob(graph, Costs(), Share(name), steps=2) for name in "ab"]
-    alone = order(simulate(graph))
-    lane_of = graph.lane_of
-    for run in simulate_jobs(jobs):
-        for record in run.records:
-            for lane in range(len(graph.lanes)):
-                mine = [task for task in order(record) if lane_of[task] == lane]
-                assert mine == [task for task in alone if lane_of[task] == lane]
-    assert graph.tasks[alone[0]].id == graph.find(*F(0, 0)).id

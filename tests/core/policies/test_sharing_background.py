@@ -13,8 +13,7 @@ from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
-from asyncpipe.core.schedules.backward_first import BackwardFirst
-from asyncpipe.core.schedules.protocol import F, HintedSchedule, OrderedSchedule, Shape
+from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 
 BACKGROUND = Share("background", background=True)
@@ -111,14 +110,6 @@ def test_the_background_waits_for_a_step_that_is_due_and_as_long_again() -> None
     assert hand.state.wake_at(17.0) is None
 
 
-def test_the_background_begins_what_is_over_before_the_next_step() -> None:
-    hand, graph = ByHand(), one_lane(1)
-    hand.run_step(0, graph, BACKGROUND, 0.0, 0.75)
-    for step, start in ((1, 10.0), (2, 12.0), (3, 14.0)):
-        hand.run_step(step, graph, Share("foreground"), start, 1.0)
-    assert dispatched(hand.send(StepSubmitted(4, graph, BACKGROUND), 15.25)) == [(4, 0)]
-
-
 def test_what_is_not_known_holds_nobody_back() -> None:
     graph, small = graph_of("gpipe", 2, 1, Phase.FORWARD), one_lane(1, "dev:1")
     for share in (Share("new"), Share()):
@@ -127,36 +118,6 @@ def test_what_is_not_known_holds_nobody_back() -> None:
         hand.send(StepSubmitted(1, graph, share), 2.0)
         assert dispatched(hand.send(StepSubmitted(2, small, BACKGROUND), 2.0)) == [(2, 0)]
         assert hand.state.wake_at(2.0) is None
-
-
-def test_a_chain_with_something_unknown_holds_nobody_back() -> None:
-    """B(1,0) waits for F(1,1), which will take 1, and for B(1,1), of which none was ever seen."""
-    hand, graph, small = ByHand(in_flight=1), graph_of("gpipe", 2, 2), one_lane(1)
-    hand.run_step(0, small, BACKGROUND, 0.0, 5.0)
-    hand.send(StepSubmitted(1, graph, Share("foreground")), 10.0)
-    for now, action in ((11.0, F(0, 0)), (12.0, F(1, 0))):
-        hand.send(TaskCompleted(1, graph.find(*action).number, now - 1.0, now), now)
-    for copy in [task.number for task in graph.tasks if task.source == 0]:
-        hand.send(TaskCompleted(1, copy, 12.0, 12.0), 12.0)
-    hand.send(TaskCompleted(1, graph.find(*F(0, 1)).number, 12.0, 13.0), 13.0)
-    assert dispatched(hand.send(StepSubmitted(2, small, BACKGROUND), 13.5)) == [(2, 0)]
-
-
-def test_what_a_rule_refuses_holds_nobody_back() -> None:
-    """Device 0 may hold one micro-batch. F(1,0) has to wait for B(0,0), whose gradient is being copied for 10."""
-    hand, small = ByHand(), one_lane(1, "dev:1")
-    graph = graph_of(BackwardFirst(cap=1), 2, 2)
-    hand.run_step(0, small, BACKGROUND, 0.0, 5.0)
-    seconds = [10.0 if task.is_gradient_copy else 0.1 if task.source == 0 else 1.0 for task in graph.tasks]
-    now = 10.0
-    for step in (1, 2):
-        queue = dispatched(hand.send(StepSubmitted(step, graph, Share("foreground")), now))
-        while queue and (step == 1 or graph.tasks[queue[0][1]].id != "C(0,1>0)"):
-            (_, task) = queue.pop(0)
-            now += seconds[task]
-            queue += dispatched(hand.send(TaskCompleted(step, task, now - seconds[task], now), now))
-    assert len(queue) == 1
-    assert dispatched(hand.send(StepSubmitted(3, small, BACKGROUND), now)) == [(3, 0)]
 
 
 def test_a_backward_that_waits_for_its_caller_holds_nobody_back() -> None:
@@ -186,21 +147,6 @@ def test_a_ready_foreground_task_goes_first_and_background_jobs_take_turns() -> 
     assert dispatched(hand.send(TaskCompleted(0, 2, 3.0, 4.0), 4.0)) == [(2, 0)]
 
 
-@pytest.mark.parametrize(("seconds", "ahead"), [(1.0, 2), (1.3, 2), (1.4, 1), (2.7, 1)])
-def test_another_background_task_is_handed_over_behind_the_first_if_both_fit(seconds: float, ahead: int) -> None:
-    """Device 1 is needed in 2.5, after what is left of F(0,0) and C; a tenth of the last task may be over late."""
-    hand, graph, small = ByHand(), graph_of("gpipe", 2, 1, Phase.FORWARD), one_lane(3, "dev:1")
-    hand.run_step(0, one_lane(1, "dev:1"), BACKGROUND, 0.0, seconds)
-    now = 20.0
-    hand.send(StepSubmitted(1, graph, Share("foreground")), now)
-    for task, took in enumerate((3.0, 0.5, 1.0)):
-        hand.send(TaskCompleted(1, task, now, now + took), now + took)
-        now += took
-    hand.send(StepSubmitted(2, graph, Share("foreground")), 30.0)
-    assert dispatched(hand.send(StepSubmitted(3, small, BACKGROUND), 31.0)) == [(3, 0), (3, 1)][:ahead]
-    assert dispatched(hand.choose(31.1)) == [], "a lane holds two tasks at most"
-
-
 def test_background_jobs_share_by_weight_what_is_left() -> None:
     jobs = [
         SimulatedJob(one_lane(20), always(1.0), Share("foreground"), pause=30.0, steps=20),
@@ -209,12 +155,3 @@ def test_background_jobs_share_by_weight_what_is_left() -> None:
     ]
     _, little, much = simulate_jobs(jobs)
     assert computed(much)["dev:0"] / computed(little)["dev:0"] == pytest.approx(3.0, rel=0.02)
-
-
-def test_a_job_may_go_to_the_background_with_its_next_step() -> None:
-    hand, graph = ByHand(), one_lane(4)
-    for step, share in enumerate((Share("a"), Share("a", background=True))):
-        commands = hand.send(StepSubmitted(step, graph, share), 10.0 * step)
-        assert len(dispatched(commands)) == (2 if share.background else 4)
-        for task in range(4):
-            hand.send(TaskCompleted(step, task, 10.0 * step + task, 10.0 * step + task + 1), 10.0 * step + task + 1)

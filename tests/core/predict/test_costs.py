@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
-from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs, Jitter, StageCosts, parse_costs
 from asyncpipe.core.predict.report import report
@@ -112,18 +112,6 @@ def test_a_copy_costs_its_latency_and_its_bytes_both_ways() -> None:
     assert costs(task("C", 2, WHOLE_STEP, source=1)) == 0.5, "nobody measured the tied parameter"
 
 
-def test_copies_are_free_where_nothing_is_said_of_them() -> None:
-    costs = StageCosts(rows(F=[1, 1], B=[1, 1]), [10**12])
-    assert costs(task("C", 1, source=0)) == 0
-
-
-def test_what_is_given_is_kept_as_it_was() -> None:
-    row = [1.0, 2.0]
-    costs = StageCosts(rows(F=row), [0])
-    row[0] = 9.0
-    assert costs(task("F", 0)) == 1.0
-
-
 def test_a_step_at_measured_costs_by_hand() -> None:
     """F(0,0) to 2, its copy to 3, F(0,1) to 6, I to 7, W beside the copy, I(0,0) from 8 to 13, W to 20."""
     graph = lower(Halves(), Shape(2, 1, 2))
@@ -166,13 +154,6 @@ def test_wrong_costs_are_refused(seconds: dict[TaskKind, Any], options: dict[str
         StageCosts(seconds, **{"sent": [0], **options})
 
 
-def test_tied_parameters_and_updates_take_part_in_a_step() -> None:
-    """Bring the parameters (1), F F B B with free activations but slow copies (1 each), S, and U."""
-    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), wiring=Wiring(((0, 1),), ((0, 1),), (0,)))
-    costs = StageCosts(rows(F=[2, 2], B=[4, 4]), [0], latency=1, update=[3, 0])
-    assert report(simulate(graph, costs)).seconds == 2 + 1 + 2 + 4 + 1 + 4 + 3
-
-
 # Jitter
 
 
@@ -190,18 +171,6 @@ def test_factors_have_mean_1_and_the_deviation_asked_for(sigma: float) -> None:
     assert min(found) > 0
 
 
-def test_factors_of_neighbours_are_independent() -> None:
-    found = [factor - 1 for factor in factors(0.3)]
-    for distance in (1, 7):
-        shifted = found[distance:]
-        covariance = fmean(a * b for a, b in zip(found, shifted, strict=False))
-        assert abs(covariance) / 0.09 < 5 / 20_000**0.5
-
-
-def test_no_sigma_is_no_jitter() -> None:
-    assert set(factors(0.0, count=100)) == {1.0}
-
-
 def test_the_seed_and_every_part_of_a_tasks_identity_matter() -> None:
     jitter = Jitter(Costs(), 0.3, 1)
     tasks = [
@@ -211,11 +180,6 @@ def test_the_seed_and_every_part_of_a_tasks_identity_matter() -> None:
     assert len({jitter.factor(one) for one in tasks}) == len(tasks)
     assert not {jitter.factor(one) for one in tasks} & {Jitter(Costs(), 0.3, 2).factor(one) for one in tasks}
     assert Jitter(Costs(), 0.3, -1).factor(tasks[0]) != jitter.factor(tasks[0]), "negative seeds are seeds"
-
-
-def test_the_number_of_a_task_does_not_matter() -> None:
-    jitter = Jitter(Costs(forward=2), 0.3)
-    assert jitter(task("F", 1, 1, number=3)) == jitter(task("F", 1, 1, number=77)) == 2 * jitter.factor(task("F", 1, 1))
 
 
 def test_a_seed_gives_these_factors_for_ever() -> None:
@@ -257,15 +221,3 @@ def test_slack_of_one_f_one_b() -> None:
     assert report(simulate(graph, Costs(copy=1))).seconds == 85
     assert mean_makespan(graph, 0.3) == pytest.approx(65.9, abs=1)
     assert mean_makespan(graph, 0.6, per_microbatch=True) == pytest.approx(83.6, abs=6)
-
-
-def test_slack_of_one_f_one_b_as_a_hint() -> None:
-    graph = lower(find_schedule("1f1b", order="hint"), SLACK)
-    assert report(simulate(graph)).seconds == 57
-    assert report(simulate(graph, Costs(copy=1))).seconds == 85
-    assert mean_makespan(graph, 0.3) == pytest.approx(67.5, abs=1)
-
-
-def test_recomputation_adds_its_forwards() -> None:
-    graph = lower(find_schedule("1f1b"), Shape(1, 4, 1), checkpoint=CheckpointMode.ALWAYS)
-    assert report(simulate(graph, StageCosts(rows(F=[2], B=[3]), []))).seconds == 4 * (2 + 2 + 3)

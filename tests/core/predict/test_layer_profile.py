@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import StageCosts
@@ -106,12 +105,6 @@ def test_layers_have_costs_to_balance_by():
     assert PROFILE.layer_bytes(4) == [10 + 20 + 200, 20 + 20, 20 + 3 + 100]
 
 
-def test_links_of_layers_become_links_of_stages():
-    skip = replace(PROFILE, links=((0, 1), (0, 2), (1, 2)))
-    assert skip.wiring([1, 1, 1]).links == ((0, 1), (0, 2), (1, 2))
-    assert skip.wiring([2, 1]).links == ((0, 1),)
-
-
 # Skips and ties
 
 CARRIED = (
@@ -181,14 +174,6 @@ def test_a_tied_parameter_is_owned_once_and_has_a_replica_on_another_device(bala
     assert SKIPPING.memory(balance, 4, ADAMW_SCALE, placement).fixed == fixed
     assert SKIPPING.wiring(balance, placement).ties == ties
     assert SKIPPING.costs(balance, 4, placement=placement).tied == dict.fromkeys(ties, 100)
-
-
-def test_a_chain_is_what_its_layers_say():
-    told = replace(PROFILE.measurements[4], sent=PROFILE.measurements[4].travelling)
-    same = replace(PROFILE, measurements={4: told})
-    for balance in ([3], [2, 1], [1, 2], [1, 1, 1]):
-        assert same.memory(balance, 4) == PROFILE.memory(balance, 4)
-        assert same.costs(balance, 4) == PROFILE.costs(balance, 4)
 
 
 def test_what_was_not_measured_is_an_error_that_lists_what_was():
@@ -334,48 +319,6 @@ def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, over
     assert found.step == pytest.approx(0.5)
     assert found.latency == pytest.approx(latency, rel=1e-6)
     assert found.bandwidth == inf
-
-
-def with_gaps(steps: list[MeasuredStep], gap: float) -> list[MeasuredStep]:
-    """The same steps, in which each compute task ends so much earlier, and nothing else begins any earlier."""
-
-    def shorter(step: MeasuredStep) -> MeasuredStep:
-        journal = [
-            (at, event._replace(ended=event.ended - gap))
-            if isinstance(event, TaskCompleted) and step.record.graph.tasks[event.task].kind is not TaskKind.COPY
-            else (at, event)
-            for at, event in step.record.journal
-        ]
-        return MeasuredStep(step.seconds, replace(step.record, journal=journal))
-
-    return [shorter(step) for step in steps]
-
-
-def test_gaps_between_tasks_count_as_overhead_and_not_as_latency():
-    times = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
-    sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 4
-    fine = steps_of(StageCosts({kind: [1.0] * 4 for kind in times}, [0] * 3), 4)
-    coarse = steps_of(StageCosts({kind: [2.0, 2.0] for kind in times}, [0], latency=0.75), 2)
-    shrunk = {variant: with_gaps(steps, 0.25) for variant, steps in fine.items()}
-    gappy = {variant: with_gaps(steps, 0.25) for variant, steps in coarse.items()}
-    found = combine(shrunk, gappy, sizes, instant=True)
-    # Layers of 0.75 s, tasks with a gap of 0.25 s, of which the last one of a step has none behind it.
-    stretch = found.latency / 0.75
-    assert found.overhead["F"] == pytest.approx(0.25 * stretch)
-    assert found.layers[0].forward == pytest.approx(0.875 * stretch)
-    assert 0.99 < stretch <= 1.0
-
-
-def test_steps_that_take_longer_than_their_mean_tasks_stretch_everything():
-    """Two micro-batches of 1 and 3 seconds take 2 on the average, but the second stage waits for the slow one."""
-    graph = lower(AllAtOnce(split=False), Shape(2, 2, 2))
-    record = simulate(graph, lambda task: 0.0 if task.kind is TaskKind.COPY else 1.0 + 2.0 * task.microbatch)
-    steps = {StepVariant.KEPT: [MeasuredStep(report(record).seconds, record)]}
-    sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 2
-    even = report(simulate(graph, lambda task: 0.0 if task.kind is TaskKind.COPY else 2.0)).seconds
-    found = combine(steps, steps, sizes, instant=True)
-    assert report(record).seconds != even
-    assert found.layers[0].forward == pytest.approx(2.0 * report(record).seconds / even)
 
 
 def test_recomputing_and_halves_that_were_not_measured_follow_from_the_rest():

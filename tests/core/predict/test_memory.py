@@ -16,7 +16,7 @@ from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
 from asyncpipe.core.predict.report import peak_per_device, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.core.schedules.protocol import B, F, I, OrderedSchedule, Shape, W, zigzag_placement
+from asyncpipe.core.schedules.protocol import F, I, OrderedSchedule, Shape, W
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
@@ -36,36 +36,6 @@ class Soon(OrderedSchedule):
             yield from (F(i, 0), I(i, 0), W(i, 0))
 
 
-class Vee(OrderedSchedule):
-    """Two stages a device, there and back: breadth first."""
-
-    def check(self, shape: Shape) -> None:
-        pass
-
-    def placement(self, shape: Shape) -> list[int]:
-        return zigzag_placement(shape)
-
-    def order(self, device: int, shape: Shape) -> Any:
-        mine = [stage for stage, at in enumerate(self.placement(shape)) if at == device]
-        yield from (F(i, stage) for stage in mine for i in range(shape.microbatches))
-        yield from (B(i, stage) for stage in reversed(mine) for i in range(shape.microbatches))
-
-
-class Spare(OrderedSchedule):
-    """Everything on the first device; the others stand by."""
-
-    def check(self, shape: Shape) -> None:
-        pass
-
-    def placement(self, shape: Shape) -> list[int]:
-        return [0] * shape.stages
-
-    def order(self, device: int, shape: Shape) -> Any:
-        if not device:
-            yield from (F(0, stage) for stage in range(shape.stages))
-            yield from (B(0, stage) for stage in reversed(range(shape.stages)))
-
-
 def step(name: Any, shape: Shape, mode: CheckpointMode = CheckpointMode.NEVER, **costs: float) -> StepRecord:
     return simulate(lower(find_schedule(name), shape, checkpoint=mode), Costs(**costs))
 
@@ -83,35 +53,11 @@ def test_a_recomputed_micro_batch_keeps_its_input_until_it_is_recomputed() -> No
     assert peak_memory(step("gpipe", Shape(1, 3, 1), CheckpointMode.ALWAYS), memory) == [1000 + 100 + 2 * 7]
 
 
-def test_the_last_micro_batch_is_kept_where_only_the_others_are_recomputed() -> None:
-    """F0 F1 F2 keep 7 + 7 + 100; B2 lets 100 go before R1 makes 100 of an input."""
-    memory = StageMemory(saved=[100], inputs=[7], fixed=[0])
-    assert peak_memory(step("gpipe", Shape(1, 3, 1), CheckpointMode.EXCEPT_LAST), memory) == [114]
-
-
-def test_an_input_larger_than_what_is_saved() -> None:
-    memory = StageMemory(saved=[10], inputs=[50], fixed=[0])
-    assert peak_memory(step("gpipe", Shape(1, 2, 1), CheckpointMode.ALWAYS), memory) == [100]
-
-
 def test_a_halved_backward_keeps_everything_until_its_weight_gradients() -> None:
     record = simulate(lower(Late(), Shape(1, 2, 1)))
     assert peak_memory(record, StageMemory([10], [0], [0])) == [20]
     assert report(record).peak_in_flight == (2,)
     assert peak_memory(simulate(lower(Soon(), Shape(1, 3, 1))), StageMemory([10], [0], [0])) == [10]
-
-
-def test_stages_of_one_device_add_up() -> None:
-    """Two stages a device: the first holds 0 and 3, the second 1 and 2; GPipe holds all micro-batches of all."""
-    graph = lower(Vee(), Shape(4, 2, 2))
-    memory = StageMemory(saved=[1, 10, 100, 1000], inputs=[0] * 4, fixed=[10**4, 10**5, 10**6, 10**7])
-    assert peak_memory(simulate(graph), memory) == [10_010_000 + 2 * 1001, 1_100_000 + 2 * 110]
-
-
-def test_a_device_without_a_stage_needs_nothing() -> None:
-    record = step(Spare(), Shape(2, 1, 3))
-    assert peak_memory(record, StageMemory([1, 2], [0, 0], [10, 20])) == [33, 0, 0]
-    assert peak_per_device(report(record), record.graph) == (1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
@@ -155,14 +101,6 @@ def test_interleaved_peaks_are_those_of_the_closed_form(p: int, v: int, m: int) 
     assert peak_per_device(report(record), record.graph)[0] == min(m, p + (p - 1) / v)
 
 
-def test_a_devices_peak_is_not_the_sum_of_its_stages_peaks() -> None:
-    """Stages of a device are at their fullest at different moments."""
-    record = step("interleaved", Shape(8, 8, 4))
-    found = report(record)
-    assert peak_per_device(found, record.graph)[0] == 5.5
-    assert found.peak_in_flight[0] + found.peak_in_flight[4] == 12
-
-
 # Random steps
 
 COST = st.integers(1, 5)
@@ -191,17 +129,6 @@ def test_equal_sizes_make_bytes_of_micro_batches(record: StepRecord, size: int) 
     assert found == [round(peak * per_device) * size for peak in held]
     if per_device == 1:
         assert found == [peak * size for peak in report(record).peak_in_flight]
-
-
-@settings(max_examples=30)
-@given(STEPS, st.integers(0, 3))
-def test_one_stages_memory_is_what_it_holds(record: StepRecord, chosen: int) -> None:
-    """All other stages weigh nothing, so the device shows this one's peak."""
-    stages = record.graph.shape.stages
-    chosen %= stages
-    saved = [7 if stage == chosen else 0 for stage in range(stages)]
-    found = peak_memory(record, StageMemory(saved, [0] * stages, [0] * stages))
-    assert found[record.graph.placement[chosen]] == 7 * report(record).peak_in_flight[chosen]
 
 
 def test_bytes_for_people() -> None:

@@ -15,7 +15,7 @@ from asyncpipe.core.engine.events import (
     TaskCompleted,
     TaskFailed,
 )
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.records.step_record import StepRecord
@@ -76,21 +76,11 @@ def test_the_critical_path_leaves_out_what_no_dependency_explains() -> None:
     assert found.bound == found.critical_path
 
 
-def test_a_copy_is_no_compute() -> None:
-    longer = {**PIPE_TIMES, "C(0,1>0)": (0.0, 11.0)}
-    assert report(record(PIPE, longer)).device_busy == report(record(PIPE, PIPE_TIMES)).device_busy
-
-
 def test_gaps_are_bubbles_and_no_part_of_the_bound() -> None:
     graph = lower(find_schedule("gpipe"), Shape(1, 3, 1), phase=Phase.FORWARD)
     found = report(record(graph, {"F(0,0)": (0.0, 1.0), "F(1,0)": (2.0, 3.0), "F(2,0)": (3.0, 7.0)}))
     assert found.bound == found.critical_path == found.device_busy["dev:0"] == 6.0
     assert found.bubble_ratio == pytest.approx(1 / 7)
-
-
-def test_forwards_alone_hold_one_micro_batch_at_a_time() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(1, 2, 1), phase=Phase.FORWARD)
-    assert report(record(graph, {"F(0,0)": (0.0, 1.0), "F(1,0)": (1.0, 2.0)})).peak_in_flight == (1,)
 
 
 def test_tasks_are_sorted_by_start_and_told_from_submission() -> None:
@@ -101,23 +91,6 @@ def test_tasks_are_sorted_by_start_and_told_from_submission() -> None:
     assert simultaneous == sorted(simultaneous)
     assert len(simultaneous) == 2
     assert found.tasks[0].seconds == 1.0
-
-
-def test_one_f_one_b_holds_fewer_than_gpipe() -> None:
-    """At the instant at which B(0,0) ends and F(1,0) starts, one micro-batch is in flight, not two."""
-    graph = lower(find_schedule("1f1b"), Shape(1, 2, 1), checkpoint=CheckpointMode.ALWAYS)
-    ran = {
-        "F(0,0)": (0.0, 1.0),
-        "R(0,0)": (1.0, 2.0),
-        "B(0,0)": (2.0, 4.0),
-        "F(1,0)": (4.0, 5.0),
-        "R(1,0)": (5.0, 6.0),
-        "B(1,0)": (6.0, 8.0),
-    }
-    found = report(record(graph, ran))
-    assert found.peak_in_flight == (1,)
-    assert found.stage_busy == (8.0,)
-    assert (found.bubble_ratio, found.bound) == (0.0, 8.0)
 
 
 def test_a_failed_step_reports_what_completed() -> None:

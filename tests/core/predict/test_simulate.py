@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task import Task
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
@@ -55,20 +52,6 @@ def test_a_recomputation_hides_behind_the_copy_of_the_gradient() -> None:
     assert found["B(0,0)"] == (13.0, 15.0)
 
 
-def test_a_cost_model_is_any_function_of_a_task() -> None:
-    def slow_second_stage(task: Task) -> float:
-        return 0.0 if task.kind is TaskKind.COPY else 1.0 + 9.0 * task.stage
-
-    graph = lower(find_schedule("gpipe"), Shape(2, 3, 2), phase=Phase.FORWARD)
-    assert report(simulate(graph, slow_second_stage)).seconds == 1 + 3 * 10
-
-
-def test_default_costs() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(1, 1, 1), checkpoint=CheckpointMode.ALWAYS)
-    assert [time.seconds for time in report(simulate(graph)).tasks] == [1.0, 1.0, 2.0]
-    assert [time.task.kind.value for time in report(simulate(graph)).tasks] == ["F", "R", "B"]
-
-
 def test_a_tight_cap_costs_nothing_where_tasks_are_done_when_they_end() -> None:
     graph = lower(find_schedule("1f1b"), Shape(3, 5, 3))
     assert times(simulate(graph, Costs(), in_flight=1)) == times(simulate(graph, Costs(), in_flight=100))
@@ -102,9 +85,3 @@ def assert_lanes_run_one_task_at_a_time(graph: TaskGraph, ran: dict[int, TaskCom
     for lane in graph.lanes:
         spans = sorted((ran[task.number].started, ran[task.number].ended) for task in graph.tasks if task.lane == lane)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
-
-
-@pytest.mark.parametrize("in_flight", [1, 2, 16])
-def test_the_end_of_the_step_is_that_of_its_last_task(in_flight: int) -> None:
-    record = simulate(lower(find_schedule("1f1b"), Shape(3, 4, 3)), Costs(1, 2), in_flight=in_flight)
-    assert record.journal[-1][0] == report(record).seconds == (4 + 2) * 3

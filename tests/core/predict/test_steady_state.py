@@ -43,17 +43,6 @@ def test_a_device_goes_over_to_the_next_step_by_itself() -> None:
     assert found.device_bubble == dict.fromkeys(begins, 0.0)
 
 
-def test_a_first_device_that_is_also_the_last_gains_nothing() -> None:
-    steps = reports(simulate_steps(graph_of("1f1b", 4, 8), steps=4))
-    assert [step.began for step in steps] == [0, 33, 66, 99]
-    assert steady_state(steps).bubble_ratio == pytest.approx(3 / 11)
-
-
-def test_steps_one_by_one_wait_for_each_other() -> None:
-    steps = reports(simulate_steps(graph_of("zb-h2", 4, 8), steps=3, ahead=0))
-    assert [step.began for step in steps] == [0, 27, 54]
-
-
 def test_steps_of_a_rule_and_steps_with_tied_parameters_do_not_overlap() -> None:
     tied = lower(find_schedule("zb-h2"), Shape(3, 5, 3), wiring=Wiring(((0, 1), (1, 2)), ((0, 2),), (0, 1, 2)))
     for graph in (graph_of("backward-first", 3, 4), tied):

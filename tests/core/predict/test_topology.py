@@ -177,23 +177,6 @@ def test_one_host_with_free_links_is_what_there_was(step: tuple[str, int, Checkp
     assert journals(bare) == journals(placed)
 
 
-@settings(max_examples=25, deadline=None)
-@given(STEPS, st.floats(0.01, 3.0))
-def test_a_longer_way_makes_no_step_shorter_where_each_link_has_one_sender(
-    step: tuple[str, int, CheckpointMode, int, Topology], more: float
-) -> None:
-    """With a device a host, messages keep their order, so times are sums and maxima of latencies."""
-    name, microbatches, checkpoint, uneven, topology = step
-    devices, link = len(topology.devices), topology.link
-    seconds = []
-    for latency in (link.latency, link.latency + more):
-        placed = topology_of(devices, 1, NetworkLink(latency, link.bandwidth))
-        shape = shape_of(name, devices, microbatches)
-        costs = costs_of(shape.stages, uneven)
-        seconds.append(predict_step(find_schedule(name), shape, costs, placed, checkpoint=checkpoint).seconds)
-    assert seconds[0] <= seconds[1] + 1e-9
-
-
 def test_a_rule_and_tied_parameters_have_links_too() -> None:
     wiring = Wiring(((0, 1),), ties=((0, 1),))
     graph = lower(find_schedule("backward-first"), Shape(2, 2, 2), devices=PAIR.devices, wiring=wiring)

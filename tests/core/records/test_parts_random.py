@@ -42,7 +42,7 @@ from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import can_overlap
-from asyncpipe.core.records.step_record import remove_record
+from asyncpipe.core.records.step_record import StepRecord, remove_record
 
 Choice = Callable[[], object]
 
@@ -190,6 +190,8 @@ class Worker:
                 record = remove_record(self.state, step.number)
                 done = [event.task for _, event in record.journal if isinstance(event, TaskCompleted)]
                 assert command.outcome is not Outcome.OK or sorted(done) == list(range(len(graph.tasks)))
+                if step.runs and self.world.how != "behind":
+                    replay(record, command)
             else:
                 assert isinstance(command, StepFinished)
 
@@ -427,3 +429,29 @@ def test_a_step_that_one_part_gives_up_ends_in_all_of_them(draw: random.Random, 
     for number, graph in enumerate(world.graphs):
         if number not in world.doomed:
             assert all((number, task) in world.completed for task in range(len(graph.tasks)))
+
+
+def replay(record: StepRecord, ended: StepCompleted) -> None:
+    """Give the events of a program's journal to a scheduler that dispatches one by one, without a cap in reach.
+
+    It must take them all, and dispatch the same tasks at the same events.
+    """
+    one_by_one = SchedulerState(in_flight=len(record.graph.tasks) + 1)
+    found: list[Command] = []
+    noted: list[Dispatch] = []
+    aborts = 0
+    for at, entry in record.journal:
+        if isinstance(entry, Dispatch):
+            noted.append(entry)
+        elif isinstance(entry, Abort):
+            aborts += 1
+        elif not isinstance(entry, RunPrograms | StepFinished | StepCompleted):
+            assert {command for command in found if isinstance(command, Dispatch)} == set(noted)
+            event = StepSubmitted(entry.step, entry.graph) if isinstance(entry, StepSubmitted) else entry
+            found += one_by_one.handle(event, at)
+            one_by_one.check()
+    assert {command for command in found if isinstance(command, Dispatch)} == set(noted)
+    assert len(noted) == len(set(noted)), "each task is dispatched at most once"
+    assert found.count(Abort(record.step)) == aborts == (ended.outcome is not Outcome.OK)
+    assert found[-1] == ended, "the step ends alike"
+    assert ended.outcome is not Outcome.OK or len(noted) == len(record.graph.tasks)

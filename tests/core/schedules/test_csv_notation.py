@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterator
 from io import StringIO
 from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.core.graph.export import write_csv
@@ -26,7 +25,6 @@ from asyncpipe.core.schedules.protocol import (
     I,
     OrderedSchedule,
     Overlap,
-    RuledSchedule,
     Schedule,
     Shape,
     W,
@@ -64,12 +62,6 @@ def cells_of(text: str) -> list[list[str]]:
 
 
 # Round trips.
-
-
-def test_all_but_ruled_schedules_have_the_form() -> None:
-    others = [find_schedule(name) for name in known_schedules() if name not in ORDERED]
-    assert all(isinstance(schedule, RuledSchedule) for schedule in others)
-    assert {"gpipe", "1f1b", "interleaved"} <= set(ORDERED)
 
 
 @pytest.mark.parametrize("name", ORDERED)
@@ -183,10 +175,6 @@ def test_it_is_one_f_one_b_all_the_same(text: str) -> None:
     assert read_csv(text, "text") == read_csv(ONE_F_ONE_B, "text")
 
 
-def test_space_inside_an_overlap() -> None:
-    assert read("0F0,( 0F1 ; 0B0 )OVERLAP_F_B,0B1").orders == ((F(0, 0), Overlap(F(1, 0), B(0, 0)), B(1, 0)),)
-
-
 # What is refused.
 
 LOWERED_FORM = "belongs to torch's lowered form, with communication; give the compute-only form"
@@ -243,31 +231,9 @@ def test_a_malformed_cell_is_refused_with_its_place(cell: str) -> None:
         assert str(raised.value) == f"{place}{cell.strip()!r} {CELLS[cell]}; {RIGHT}"
 
 
-@pytest.mark.parametrize(("part", "fault"), [("2F0junk", "has 'junk' behind 2F0"), ("0SEND_F0", LOWERED_FORM)])
-def test_the_actions_of_an_overlap_are_cells_too(part: str, fault: str) -> None:
-    with pytest.raises(ScheduleError, match=re.escape(f"column 2 (both counted from 1): {part!r} {fault}; {RIGHT}")):
-        read_csv(f"0F0,({part};0B0)OVERLAP_F_B", "text")
-
-
 def test_a_long_cell_is_shown_in_part() -> None:
     with pytest.raises(ScheduleError, match=r"'0F0x{57}…' has 'x{60}…' behind 0F0; a cell is"):
         read_csv("0F0" + 1000 * "x", "text")
-
-
-WELL_FORMED = re.compile(r"\s*([0-9]+[FBIW][0-9]+)?\s*")
-
-
-@given(st.text() | st.from_regex(r"[(-]?[0-9]*[FBIWRX]?[0-9;]*[)a-zF_]*", fullmatch=True), st.data())
-def test_whatever_stands_in_a_cell_is_refused_with_its_place(cell: str, data: st.DataObject) -> None:
-    assume(cell.strip() and not WELL_FORMED.fullmatch(cell) and not cell.startswith("\ufeff"))
-    rows = cells_of(ONE_F_ONE_B)
-    row = data.draw(st.integers(0, 1))
-    column = data.draw(st.integers(0, 5))
-    rows[row][column] = cell
-    text = StringIO()
-    csv.writer(text, quoting=csv.QUOTE_ALL).writerows(rows)
-    with pytest.raises(ScheduleError, match=rf"^schedule 'text', row {row + 1}, column {column + 1} \(both counted"):
-        read_csv(text.getvalue(), "text")
 
 
 @given(st.lists(st.sampled_from('0123FBIW,\n;()" \r-') | st.just("OVERLAP_F_B")).map("".join))
@@ -341,12 +307,6 @@ def test_what_is_missing_is_named(text: str, message: str) -> None:
     assert str(raised.value).startswith(f"schedule 'text'{message}")
 
 
-def test_a_deadlock_is_found_when_it_is_lowered() -> None:
-    schedule = read("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
-    with pytest.raises(ScheduleError, match="schedule 'text' deadlocks: on device"):
-        lower(schedule, schedule.shape)
-
-
 # What cannot be written.
 
 
@@ -394,8 +354,3 @@ def test_a_rule_has_no_form() -> None:
     hinted = find_schedule("1f1b", order="hint")
     with pytest.raises(ScheduleError, match=r"'1f1b as hint' decides by a rule; only an ordered schedule has a CSV"):
         write_csv(hinted, Shape(2, 2, 2))
-
-
-def test_what_cannot_be_lowered_is_not_written() -> None:
-    with pytest.raises(ScheduleError, match=r"schedule 'entries', device 0: B\(0,0\) is missing"):
-        write_csv(Entries(F(0, 0)), Shape(1, 1, 1))

@@ -12,7 +12,7 @@ from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.csv_notation import CsvSchedule, read_csv, read_schedule
-from asyncpipe.core.schedules.protocol import B, F, Shape
+from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import ScheduleError
 
@@ -40,21 +40,9 @@ def test_a_file_is_a_schedule(tmp_path: Path) -> None:
     assert times.tasks == report(simulate(lower(find_schedule("1f1b"), Shape(2, 2, 2)))).tasks
 
 
-def test_files_that_differ_are_different_schedules(tmp_path: Path) -> None:
-    before = read_schedule(written(tmp_path))
-    after = read_schedule(written(tmp_path, ONE_F_ONE_B.replace("1F0,1B0,1F1,1B1", "1F0,1F1,1B0,1B1")))
-    assert before.shape == after.shape
-    assert before != after
-
-
 def test_a_file_as_hint(tmp_path: Path) -> None:
     hinted = find_schedule(f"csv:{written(tmp_path)}", order="hint")
     assert report(simulate(lower(hinted, Shape(2, 2, 2)))).seconds == 9.0
-
-
-def test_an_encoded_file(tmp_path: Path) -> None:
-    marked = b"\xef\xbb\xbf" + ONE_F_ONE_B.replace("\n", "\r\n").encode()
-    assert read_schedule(written(tmp_path, marked)).orders == read(ONE_F_ONE_B).orders
 
 
 def test_the_name_of_the_file_is_in_its_errors(tmp_path: Path) -> None:
@@ -91,23 +79,3 @@ def test_another_shape_is_refused(shape: Shape) -> None:
     own, got = (f"{s} stages, {m} micro-batches and {p} devices" for s, m, p in ((2, 2, 2), astuple(shape)))
     advice = "use it for its own shape, or write a file for this one"
     assert str(raised.value) == f"schedule 'text' is for {own}, got {got}; {advice}"
-
-
-def test_a_stage_that_is_nowhere_is_found_when_orders_are_made_by_hand() -> None:
-    schedule = CsvSchedule(((F(0, 0), B(0, 0)),), Shape(2, 1, 1))
-    with pytest.raises(ScheduleError, match="places stage 1 on device -1, which is missing"):
-        lower(schedule, schedule.shape)
-
-
-def test_a_long_schedule_is_looked_up_quickly() -> None:
-    """A hint is asked for the rank of every action, and looks its ranking up by schedule each time."""
-    counted: list[int] = []
-
-    class Counted(tuple):  # type: ignore[type-arg]
-        def __hash__(self) -> int:
-            counted.append(1)
-            return super().__hash__()
-
-    orders = read(ONE_F_ONE_B).orders
-    hash(CsvSchedule(Counted(orders), Shape(2, 2, 2)))
-    assert not counted

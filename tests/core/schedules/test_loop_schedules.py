@@ -15,7 +15,7 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.interleaved import LoopedBreadthFirst
 from asyncpipe.core.schedules.one_f_one_b import EagerOneFOneB, OneFOneB
 from asyncpipe.core.schedules.protocol import Schedule, Shape
-from asyncpipe.errors import OptionError, ScheduleError
+from asyncpipe.errors import OptionError
 
 COSTS = (Costs(1), Costs(3, 2))
 HALVES = Costs(1, input_gradient=1, weight_gradient=1)
@@ -50,13 +50,6 @@ def test_slack_hides_copies() -> None:
     assert run(EagerOneFOneB(), 4, 16, costs=costs).seconds == 63
 
 
-def test_copies_never_cost_eager_1f1b_more_than_1f1b() -> None:
-    costs = Costs(1, 2, copy=2)
-    for p, m in product(DEVICES, MICROBATCHES):
-        eager, plain = run(EagerOneFOneB(), p, m, costs=costs).seconds, run(OneFOneB(), p, m, costs=costs).seconds
-        assert eager < plain if 2 < p < m else eager <= plain, (p, m)
-
-
 def test_a_cap_is_kept() -> None:
     for p, m, cap in product(DEVICES, (1, 5, 16), range(1, 16)):
         times = run(EagerOneFOneB(cap), p, m)
@@ -66,22 +59,6 @@ def test_a_cap_is_kept() -> None:
             assert times.seconds == (m + p - 1) * 3, "it costs nothing"
         else:
             assert (m + p - 1) * 3 < times.seconds <= m * p * 3, (p, m, cap)
-
-
-def test_a_cap_leads_from_1f1b_to_eager_1f1b() -> None:
-    for p, m in product(DEVICES, MICROBATCHES):
-        shape = Shape(p, m, p)
-        for r in range(p):
-            uncapped = list(EagerOneFOneB().order(r, shape))
-            assert list(EagerOneFOneB(cap=p).order(r, shape)) == (
-                list(OneFOneB().order(r, shape)) if m > p else uncapped
-            )
-            for cap in (m, 2 * p - 1, 2 * p, 100):
-                assert list(EagerOneFOneB(cap).order(r, shape)) == uncapped
-
-
-def test_a_cap_of_one_lets_one_micro_batch_through_at_a_time() -> None:
-    assert run(EagerOneFOneB(cap=1), 4, 6).seconds == 4 * 6 * 3
 
 
 def test_slack_grows_with_the_cap() -> None:
@@ -96,11 +73,6 @@ def test_a_bad_cap(cap: int) -> None:
         EagerOneFOneB(cap)
 
 
-def test_eager_1f1b_puts_one_stage_on_each_device() -> None:
-    with pytest.raises(ScheduleError, match="'eager-1f1b' puts one stage on each device, got 4 stages for 2 devices"):
-        lower(EagerOneFOneB(), Shape(4, 4, 2))
-
-
 @pytest.mark.parametrize("v", [1, 2, 3])
 @pytest.mark.parametrize("p", DEVICES)
 def test_breadth_first_divides_the_bubble(p: int, v: int) -> None:
@@ -112,16 +84,3 @@ def test_breadth_first_divides_the_bubble(p: int, v: int) -> None:
         assert times.seconds == (m * v + p - 1 + waits) * stage, (m, costs)
         assert times.bubble_ratio == pytest.approx(1 - m * v * stage / times.seconds), (m, costs)
         assert times.peak_in_flight == (m,) * (p * v), "every stage holds every micro-batch"
-
-
-def test_breadth_first_takes_one_virtual_stage_after_the_other() -> None:
-    order = " ".join(map(str, LoopedBreadthFirst().order(1, Shape(4, 3, 2))))
-    assert order == ("F(0,1) F(1,1) F(2,1) F(0,3) F(1,3) F(2,3) B(2,3) B(1,3) B(0,3) B(2,1) B(1,1) B(0,1)"), (
-        "the backwards mirror the forwards"
-    )
-
-
-def test_breadth_first_asks_for_a_multiple_of_the_devices() -> None:
-    assert LoopedBreadthFirst.virtual == 2
-    with pytest.raises(ScheduleError, match=r"'looped-bfs' needs the same number of stages on each device.* of 2"):
-        lower(LoopedBreadthFirst(), Shape(5, 4, 2))

@@ -205,3 +205,21 @@ def test_a_step_has_a_stage_and_a_device() -> None:
 def test_a_check_comes_before_everything_else() -> None:
     with pytest.raises(ScheduleError, match="'gpipe' puts one stage on each device"):
         lower(find_schedule("gpipe"), Shape(1, 1, 2), devices=["too few"])
+
+
+ONE_EACH = "'{}' puts one stage on each device, got 4 stages for 2 devices"
+AS_MANY_EACH = "'{}' needs the same number of stages on each device.*give a multiple of 2"
+THERE_AND_BACK = "'{}' needs .* each device, got 5 stages for 2 devices; give .*4"
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "told"),
+    [
+        *((name, 4, ONE_EACH) for name in ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")),
+        *((name, 5, AS_MANY_EACH) for name in ("interleaved", "looped-bfs", "interleaved-zb")),
+        *((name, 5, THERE_AND_BACK) for name in ("zbv", "v-half", "v-min", "dualpipev", "hanayo")),
+    ],
+)
+def test_a_number_of_stages_that_a_schedule_cannot_place(name: str, stages: int, told: str) -> None:
+    with pytest.raises(ScheduleError, match=told.format(name)):
+        lower(find_schedule(name), Shape(stages, 32, 2))

@@ -15,7 +15,6 @@ from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules import registry
-from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.one_f_one_b import EagerOneFOneB
 from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
@@ -75,26 +74,6 @@ def test_interleaving_divides_the_bubble(p: int, v: int) -> None:
             assert peak_on("dev:0", times) / v == p + (p - 1) / v, m
         else:
             assert peak_on("dev:0", times) <= p * v + p - 1, m
-
-
-def test_interleaving_does_not_depend_on_the_ratio_of_costs() -> None:
-    for costs, m in product((*COSTS, Costs(1, 1), Costs(5, 1)), (4, 8, 12)):
-        assert run("interleaved", 8, m, 4, costs).seconds == (2 * m + 3) * (costs.forward + costs.full_backward)
-
-
-def test_virtual_stages_go_round_the_devices() -> None:
-    assert list(find_schedule("interleaved").placement(Shape(6, 4, 2))) == [0, 1, 0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_one_stage_a_device_is_asked_for(name: str) -> None:
-    with pytest.raises(ScheduleError, match=rf"'{name}' puts one stage on each device, got 4 stages for 2 devices"):
-        lower(find_schedule(name), Shape(4, 4, 2))
-
-
-def test_interleaving_asks_for_a_multiple_of_the_devices() -> None:
-    with pytest.raises(ScheduleError, match=r"same number of stages on each device.*give a multiple of 2"):
-        lower(find_schedule("interleaved"), Shape(5, 4, 2))
 
 
 # Plug-ins. 1F1B as somebody else would write it: 11 lines.
@@ -186,10 +165,3 @@ def test_neither_name_nor_schedule() -> None:
         find_schedule(3)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="must be a name or a Schedule instance"):
         find_schedule(PlugIn)  # type: ignore[arg-type]
-
-
-def test_a_schedule_without_a_name_goes_by_its_class() -> None:
-    class Mine(GPipeSchedule):
-        pass
-
-    assert (Mine().name, GPipeSchedule().name) == ("Mine", "gpipe")

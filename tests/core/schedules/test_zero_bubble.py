@@ -8,16 +8,15 @@ from itertools import product
 import pytest
 from shapes import DEVICES, MICROBATCHES
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import Report, TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.interleaved import Interleaved
-from asyncpipe.core.schedules.protocol import OrderedSchedule, Schedule, Shape
+from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.zero_bubble import ZBH1, ZBH2, InterleavedZeroBubble
-from asyncpipe.errors import ScheduleError
 
 FORWARD, INPUTS, WEIGHTS = TaskKind.FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 
@@ -158,24 +157,6 @@ def test_interleaved_zb(p: int, v: int) -> None:
             assert max(held(times, WEIGHTS)) == min(m, p) * v, m
 
 
-def test_interleaved_zb_has_its_closed_form_at_other_times() -> None:
-    for costs, p, v, rounds in product(CLOSED, (2, 4), (2, 3), (1, 3)):
-        m = rounds * p
-        bubble = (p - 1) * (costs.forward + costs.input_gradient - costs.weight_gradient)
-        times = run(InterleavedZeroBubble(), p, m, v, costs)
-        assert times.seconds == m * v * work(costs) + bubble, (costs, p, v, m)
-        assert times.bubble_ratio == pytest.approx(bubble / times.seconds)
-
-
-def test_interleaved_zb_with_one_stage_a_device_is_zb_h1() -> None:
-    for p, m in product(DEVICES, MICROBATCHES):
-        shape = Shape(p, m, p)
-        if m >= p:
-            for r in range(p):
-                assert list(InterleavedZeroBubble().order(r, shape)) == list(ZBH1().order(r, shape)), (p, m, r)
-        assert run(InterleavedZeroBubble(), p, m).seconds == run(ZBH1(), p, m).seconds, (p, m)
-
-
 def test_the_picture_in_the_docstring() -> None:
     times = run(ZBH1(), 3, 4)
     rows = []
@@ -187,24 +168,3 @@ def test_the_picture_in_the_docstring() -> None:
         ".. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
         ".. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
     ]
-
-
-@pytest.mark.parametrize("schedule", [ZBH1(), ZBH2(), InterleavedZeroBubble()], ids=lambda schedule: schedule.name)
-def test_they_recompute(schedule: OrderedSchedule) -> None:
-    shape = Shape(4 * schedule.virtual, 6, 4)
-    graph = lower(schedule, shape, checkpoint=CheckpointMode.ALWAYS)
-    times = report(simulate(graph, EQUAL))
-    assert sum(time.task.kind is TaskKind.RECOMPUTE for time in times.tasks) == 6 * shape.stages
-
-
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
-def test_one_stage_a_device_is_asked_for(name: str) -> None:
-    schedule = {"zb-h1": ZBH1(), "zb-h2": ZBH2()}[name]
-    with pytest.raises(ScheduleError, match=rf"'{name}' puts one stage on each device, got 4 stages for 2 devices"):
-        lower(schedule, Shape(4, 4, 2))
-
-
-def test_interleaved_zb_asks_for_a_multiple_of_the_devices() -> None:
-    assert InterleavedZeroBubble.virtual == 2
-    with pytest.raises(ScheduleError, match=r"'interleaved-zb' needs the same number of stages on each device.* of 2"):
-        lower(InterleavedZeroBubble(), Shape(5, 4, 2))
