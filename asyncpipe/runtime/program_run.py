@@ -97,11 +97,9 @@ class ProgramRun:
 
     def release(self, position: int) -> None:
         """The task at ``position`` is done, or issued: tell the devices where a task waits for it."""
-        # Not of an aborted step: the scheduler would not know of what begins now.
-        if not self.abort.is_requested:
-            for run, place in self.program.releases[position]:
-                other = self._others[run]
-                other.post((other, place))
+        for run, place in self.program.releases[position]:
+            other = self._others[run]
+            other.post((other, place))
 
     def send(self, place: int) -> None:
         """Have the device's thread call ``receive`` with ``place``. From any thread."""

@@ -6,7 +6,7 @@ signals in one order prevent that::
 
     any thread          request: ── flag on, of this step and of those behind it ──▶ event into the driver's inbox ─┐
     driver's loop         scheduler.handle(event) ──▶ Abort ──▶ confirm: STOP to each program ◀────────────────────┘
-    device's thread       flag on: begins nothing, releases nothing;   STOP: leaves its program, posts ProgramEnded
+    device's thread       flag on: begins nothing;   STOP: leaves its program, posts ProgramEnded
 
     state      flag  inbox                          a device                              the scheduler
     ─────────  ────  ─────────────────────────────  ────────────────────────────────────  ─────────────
@@ -17,10 +17,11 @@ signals in one order prevent that::
 
 Why no event comes too early for the scheduler. Call the event that ``request`` posts the *end*.
 
-1. A device posts what became of a task before it releases what waits for the task, and it reads the flag in between. If
-   the flag is off there, the end is not in the inbox yet, since ``request`` posts it after setting the flag. So what a
-   released task waits for stands before the end, and the scheduler knows that the task may have begun.
-2. If the flag is on, the device releases nothing: no task begins of which the scheduler will not know.
+1. A device posts what became of a task before it releases what waits for the task, and begins a task only if the flag
+   is off once the task waits for nothing. If the flag is off there, the end is not in the inbox yet, since ``request``
+   posts it after setting the flag. So what a task waits for stands before the end, and the scheduler knows that the
+   task may have begun.
+2. A device that begins a task while another thread sets the flag has read it before. So 1. holds for this task, too.
 3. A device that runs single tasks drops those that it finds aborted. It reports them by ``drop``, which waits for the
    lock that ``request`` holds from the flag to the end: so the end stands before them.
 4. STOP follows the end. So what a device has left of its program (``ProgramEnded``) stands behind the end as well.

@@ -8,7 +8,7 @@ import threading
 import pytest
 from driver_helpers import DEVICES, bind_nothing, open_driver
 
-from asyncpipe.core.engine.events import StepCancelled, TaskCompleted
+from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.step_record import StepRecord
@@ -41,20 +41,6 @@ async def test_a_step_runs_every_task_once(driver):
     assert [at for at, _ in record.journal] == sorted(at for at, _ in record.journal)
 
 
-async def test_several_graphs_at_once(driver):
-    """The first step waits until the second one, submitted after it, has begun on the other device."""
-    begun = threading.Event()
-
-    def first(task):
-        return lambda: None if task.id != "B(0,1)" or begun.wait(30) else pytest.fail("waited in vain")
-
-    def second(task):
-        return lambda: begun.set() if task.id == "F(0,0)" else None
-
-    await asyncio.gather(driver.run(graph(), first), driver.run(graph("gpipe"), second))
-    assert begun.is_set()
-
-
 async def test_a_failure_ends_its_own_step_only(driver):
     def bind(task):
         def work():
@@ -69,36 +55,6 @@ async def test_a_failure_ends_its_own_step_only(driver):
     assert isinstance(bad, TaskError)
     assert bad.task_id == "B(2,1)"
     await good.completed()
-
-
-async def test_tasks_that_wait_in_an_executor_are_dropped(driver, monkeypatch):
-    """F(2,0) is in the device's queue when F(1,0) cancels the step, and must not run."""
-    ran, cancelled = [], threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def seen(event, now):
-        commands = handle(event, now)
-        if isinstance(event, StepCancelled):
-            loop.call_soon(cancelled.set)
-        return commands
-
-    handle = driver.scheduler.handle
-    monkeypatch.setattr(driver.scheduler, "handle", seen)
-
-    def bind(task):
-        def work():
-            ran.append(task.id)
-            if task.id == "F(1,0)":
-                loop.call_soon_threadsafe(step.cancel)
-                assert cancelled.wait(30)
-
-        return work
-
-    step = asyncio.ensure_future(driver.run(graph("gpipe"), bind))
-    with pytest.raises(asyncio.CancelledError):
-        await step
-    assert "F(1,0)" in ran
-    assert "F(2,0)" not in ran
 
 
 class Later:

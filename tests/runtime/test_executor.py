@@ -128,14 +128,6 @@ def test_queued_work_is_issued_at_once_and_completed_in_issue_order(executor, st
     ]
 
 
-def test_queued_work_may_fail_later(executor, step):
-    queued = Queued(ValueError("device"))
-    executor.submit([Assignment(step, 0, lambda: queued)])
-    assert next_event(executor) == TaskIssued(3, 0)
-    queued.done.set()
-    assert isinstance(next_event(executor), TaskFailed)
-
-
 def test_close_runs_what_is_queued_and_ends_every_thread():
     events = SimpleQueue()
     executor = ThreadExecutor("cpu:9")
@@ -149,34 +141,6 @@ def test_close_runs_what_is_queued_and_ends_every_thread():
     assert isinstance(events.get(timeout=30), TaskIssued)
     assert isinstance(events.get(timeout=30), TaskCompleted)
     assert not [thread for thread in threading.enumerate() if "cpu:9" in thread.name]
-
-
-def test_who_is_woken_for_what(step):
-    """Tasks that other devices wait for, and the last task of a batch, wake the scheduler at once."""
-    woken = SimpleQueue()
-    executor = ThreadExecutor("cpu:8")
-    executor.start(lambda event, *, wake=True, at=None: woken.put((event.task, wake)))
-    awaited = [False, True, False, False]
-    executor.submit([Assignment(step, task, lambda: None, flag) for task, flag in enumerate(awaited)])
-    executor.close()
-    executor.join()
-    assert [woken.get(timeout=30) for _ in range(4)] == [(0, False), (1, True), (2, False), (3, True)]
-
-
-def test_the_end_of_a_step_does_not_wait_for_a_task_of_another_one(step):
-    """Both tasks are in one batch, as the scheduler makes for jobs that share a lane."""
-    other = StepStub()
-    other.number = 4
-    told = threading.Event()
-    executor = ThreadExecutor("cpu:8")
-    executor.start(lambda event, *, wake=True, at=None: told.set() if wake else None)
-    seen = []
-    executor.submit(
-        [Assignment(step, 0, lambda: None, False), Assignment(other, 0, lambda: seen.append(told.is_set()))]
-    )
-    executor.close()
-    executor.join()
-    assert seen == [True]
 
 
 def test_a_hung_task_that_cannot_be_reported_still_loses_its_device(step):
@@ -206,22 +170,6 @@ def test_a_hung_task_that_cannot_be_reported_still_loses_its_device(step):
     let_go.set()
     executor.close()
     executor.join()
-    threads[0].join(30)
-
-
-def test_a_hung_task_is_reported_once(executor, step):
-    begun, let_go, failures, threads = threading.Event(), threading.Event(), [], []
-
-    def hang():
-        threads.append(threading.current_thread())
-        begun.set()
-        assert let_go.wait(30)
-
-    executor.submit([Assignment(step, 0, hang)])
-    assert begun.wait(30)
-    assert executor.give_up(executor.running[0], lambda: failures.append(None))
-    assert failures == [None]
-    let_go.set()
     threads[0].join(30)
 
 

@@ -49,16 +49,6 @@ def tenant(by_program):
 
 
 @pytest.mark.parametrize("by_program", [True, False])
-@pytest.mark.parametrize("early", [[7, 6, 5], range(8)])
-async def test_what_is_opened_early_waits_for_the_step(driver, by_program, early):
-    gates = Gates()
-    gates.open(early)
-    execution = driver.start(BACKWARD, bind_nothing, gates=gates, tenant=tenant(by_program))
-    gates.open(gate for gate in range(8) if gate not in early)
-    checked(await execution.completed())
-
-
-@pytest.mark.parametrize("by_program", [True, False])
 @pytest.mark.parametrize("attempt", range(10))
 async def test_threads_open_gates_while_the_step_is_begun(driver, by_program, attempt):
     gates, together = Gates(), threading.Barrier(3)
@@ -73,53 +63,6 @@ async def test_threads_open_gates_while_the_step_is_begun(driver, by_program, at
     execution = driver.start(BACKWARD, bind_nothing, gates=gates, tenant=tenant(by_program))
     checked(await execution.completed())
     assert opening.join() == [None, None]
-
-
-async def test_a_device_with_a_program_goes_on_while_the_loop_is_blocked(driver):
-    gates, ran = Gates(), threading.Event()
-
-    def bind(task):
-        return ran.set if task.id == "B(0,0)" else lambda: None
-
-    execution = driver.start(BACKWARD, bind, gates=gates)
-    opening = Threads(lambda: gates.open(range(8)))
-    assert ran.wait(30), "this thread is the loop's"
-    assert opening.join() == [None]
-    checked(await execution.completed())
-
-
-async def test_several_gates_may_hold_the_same_task(driver):
-    """In any order; a task that waits for nothing else may have one, too."""
-    last = len(BACKWARD.tasks) - 1
-    graph = replace(BACKWARD, gates=(*BACKWARD.gates, last, 0, last))
-    gates, ran = Gates(), []
-
-    def bind(task):
-        return lambda: ran.append(task.number)
-
-    execution = driver.start(graph, bind, gates=gates)
-    gates.open(range(8))
-    await asyncio.sleep(0)
-    gates.open([10, 9])
-    gates.open([8])
-    checked(await execution.completed())
-    assert last == ran[-1]
-
-
-@pytest.mark.parametrize("by_program", [True, False])
-async def test_what_is_opened_after_the_end_is_ignored(driver, by_program):
-    gates = Gates()
-    execution = driver.start(BACKWARD, bind_nothing, gates=gates, tenant=tenant(by_program))
-    gates.open([7])
-    driver.cancel(execution)
-    gates.open([6])
-    with pytest.raises(PipelineClosedError):
-        await execution.completed()
-    gates.open([5])
-    other = Gates()
-    again = driver.start(BACKWARD, bind_nothing, gates=other, tenant=tenant(by_program))
-    other.open(range(8))
-    checked(await again.completed())
 
 
 @pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.STEP])

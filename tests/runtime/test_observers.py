@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -127,18 +125,6 @@ def test_one_that_is_slow_once_gets_a_thread(
     assert ["held up the loop for 1 s" in line.getMessage() for line in caplog.records] == [True]
 
 
-def test_a_quick_one_stays(opened: Callable[..., Observers], clock: Clock) -> None:
-    def nearly(record: StepRecord) -> None:
-        clock.now += observing.SLOW * 0.99
-
-    keeper, counter = Keeper(nearly), Counter()
-    observers = opened(keeper, counter)
-    observers.show(record(0))
-    observers.show(record(1))
-    assert keeper.threads == [threading.current_thread().name] * 2
-    assert counter.troubles == []
-
-
 def test_what_a_blocked_one_cannot_take_is_dropped_and_counted(
     opened: Callable[..., Observers], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,47 +171,6 @@ def test_one_that_raises_in_its_thread_is_removed(
     assert caplog.records[-1].exc_info is not None
 
 
-def test_one_that_is_taken_from_the_list_loses_its_thread(opened: Callable[..., Observers], clock: Clock) -> None:
-    keeper = slow_once(clock)
-    observers = opened(keeper)
-    observers.show(record(0))
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "asyncpipe observer"]
-    observers.shown.clear()
-    observers.show(record(1))
-    thread.join(30)
-    assert not thread.is_alive()
-    assert keeper.steps == [0]
-
-
-def test_its_thread_keeps_no_record_while_it_waits(opened: Callable[..., Observers]) -> None:
-    kept = Kept()
-    watch = weakref.ref(kept)
-
-    class Queue:
-        """Gives a record, then checks that it is no longer alive."""
-
-        def __init__(self, records: list[StepRecord]) -> None:
-            self._records = records
-
-        def get(self) -> StepRecord | None:
-            if self._records:
-                return self._records.pop()
-            gc.collect()
-            assert watch() is None
-            return None
-
-    queue = Queue([StepRecord(1, GRAPH, kept, Outcome.OK)])
-    del kept
-    keeper = Keeper()
-    # Private: from outside it cannot be seen when the thread waits.
-    observing._serve(queue, keeper, opened())  # type: ignore[arg-type]
-    assert keeper.steps == [1]
-
-
-class Kept(list):  # type: ignore[type-arg]
-    """A list that can be referred to weakly."""
-
-
 def test_closing_does_not_wait_for_ever(
     opened: Callable[..., Observers], clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,45 +192,6 @@ def test_closing_does_not_wait_for_ever(
     observers.join()
     assert "its thread is left behind" in caplog.records[-1].getMessage()
     free.set()
-
-
-async def test_closing_shows_what_waits(clock: Clock) -> None:
-    begun, free = threading.Event(), threading.Event()
-
-    def wait(record: StepRecord) -> None:
-        if record.step == 0:
-            clock.now += 1.0
-        elif record.step == 1:
-            begun.set()
-            free.wait(30)
-
-    slow = Keeper(wait)
-    driver = Driver({"dev:0": ThreadExecutor("dev:0")})
-    tenant = Tenant(observers=Observers([slow]))
-    driver.open()
-    for _ in range(4):
-        execution = await driver.run(GRAPH, lambda task: lambda: None, tenant=tenant)
-        await execution.completed()
-    assert begun.wait(30)
-    driver.close()
-    driver.join()
-    tenant.observers.close()
-    threading.Timer(0.05, free.set).start()
-    tenant.observers.join()
-    assert slow.steps == [0, 1, 2, 3]
-
-
-def test_one_that_cannot_count_is_no_harm(opened: Callable[..., Observers], caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Keeper):
-        def observer_failed(self, reason: str) -> None:
-            raise LookupError
-
-    broken, counter = Broken(), Counter()
-    observers = opened(Keeper(fail), broken, counter)
-    observers.show(record(0))
-    observers.show(record(1))
-    assert (broken.steps, counter.troubles) == ([0, 1], ["raised"])
-    assert "failed to count that an observer raised" in caplog.records[-1].getMessage()
 
 
 async def test_the_driver_notes_how_late_the_loop_was_and_how_long_it_took() -> None:

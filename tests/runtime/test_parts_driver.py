@@ -246,20 +246,6 @@ async def test_the_worker_of_a_task_that_hangs_is_killed_once(driver, links, cap
     assert (hang.state, hang.worker, hang.device, hang.task_id) == ("computing", "b", "cpu:1", "F(1,1)")
 
 
-async def test_how_long_a_task_may_take_follows_from_earlier_steps(driver, links):
-    step = start(driver, links)
-    done = [(100.0, TaskCompleted(step.number, SECOND[NUMBER], 100.0, 102.0))]
-    driver.part_ended("b", PartEnded(step.number, done, StepNotes()))
-    driver.part_ended("a", PartEnded(step.number, (), StepNotes()))
-    step = start(driver, links, step.pipeline)
-    links[1].shown = [ShownTask(step.number, NUMBER, 100.0)]
-    for Clock.now, killed in ((119.0, 0), (121.0, 1)):
-        links[0].heard_at = links[1].heard_at = Clock.now
-        await check(watch(driver, factor=10.0, floor=8.0))
-        assert len(links[1].killed) == killed
-    assert links[1].killed == ["F(1,1) on cpu:1 did not end within 21 s (usually it takes 2 s)"]
-
-
 async def test_a_worker_that_is_silent_during_a_step_is_killed_whatever_it_runs(driver, links):
     start(driver, links)
     Clock.now = links[0].heard_at = 109.0
@@ -353,24 +339,6 @@ async def test_a_step_in_which_something_happens_or_computes_goes_on(driver, lin
     assert (step.abort.is_requested, links[0].killed, links[1].killed) == (False, [], [])
 
 
-async def test_a_task_that_hangs_in_a_worker_without_a_board_is_seen_by_what_the_worker_says(driver, links):
-    step = start(driver, links)
-    crossing(links)
-    running = RunningReport("cpu:1", step.number, task_number("C(0,0>1)"), "C(0,0>1)", 90.0)
-    links[1].report = replace(links[1].report, running=[running])
-    await still(driver, links, 2.0)
-    assert links[1].killed == ["C(0,0>1) on cpu:1 did not end within 90.5 s (it had not run before)"]
-
-
-async def test_a_worker_that_is_silent_without_a_step_is_left_to_its_supervisor(driver, links):
-    step = start(driver, links)
-    for name in ("a", "b"):
-        driver.part_ended(name, PartEnded(step.number, (), StepNotes()))
-    Clock.now = 1000.0
-    await check(watch(driver, floor=8.0))
-    assert (links[0].killed, links[1].killed) == ([], [])
-
-
 # The board
 
 
@@ -436,15 +404,6 @@ def test_an_executor_shows_what_it_runs_and_what_it_waits_for(no_leaks):
     assert controller.running() == []
     slots = [worker.slot() for _ in range(255)]
     assert None not in slots, "only the device's thread keeps its slot"
-
-
-def test_threads_beyond_the_slots_are_not_shown():
-    worker, _ = make_boards()
-    slots = [worker.slot() for _ in range(256)]
-    assert len({slot.index for slot in slots}) == 256
-    assert worker.slot() is None
-    worker.give_back(slots[7])
-    assert worker.slot().index == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc")

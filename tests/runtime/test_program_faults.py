@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 from driver_helpers import DEVICES, StepStub, bind_nothing, executor_alone, open_driver
 
-from asyncpipe.core.engine.events import ProgramEnded, StepCancelled, TaskCompleted, TaskFailed
+from asyncpipe.core.engine.events import StepCancelled, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task_graph import Phase
@@ -22,7 +22,6 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Gates
 from asyncpipe.runtime.executor import Assignment
 from asyncpipe.runtime.program_run import ProgramRun
-from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
@@ -156,22 +155,6 @@ async def _run_and_cancel(driver, place, cancelled):
     with pytest.raises(asyncio.CancelledError):
         await step
     return late
-
-
-async def test_two_devices_fail_at_the_same_time(driver):
-    both = threading.Barrier(2)
-
-    def bind(task):
-        def work():
-            if task.id in ("F(1,0)", "F(0,1)"):
-                both.wait(30)
-                raise ValueError(task.id)
-
-        return work
-
-    with pytest.raises(TaskError, match="ValueError"):
-        await driver.run(GRAPH, bind)
-    await (await driver.run(GRAPH, bind_nothing)).completed()
 
 
 # While devices wait
@@ -347,39 +330,7 @@ async def test_a_completion_fails_late_while_its_device_is_at_the_cap(driver, ho
     await (await driver.run(graph, bind_nothing)).completed()
 
 
-async def test_a_step_is_complete_although_the_next_one_has_queued_tasks(driver):
-    """The thread that waits for completions has more to wait for, and tells at once that the step's last has come."""
-    first, second = Later(), Later()
-    one = lower(find_schedule("gpipe"), Shape(1, 1, 1), devices=DEVICES[:1], phase=Phase.FORWARD)
-    earlier = await driver.run(one, lambda task: lambda: first)
-    later = await driver.run(one, lambda task: lambda: second)
-    await asyncio.to_thread(first.waited.wait, 30)
-    first.done.set()
-    try:
-        await asyncio.wait_for(earlier.completed(), 10)
-    finally:
-        second.done.set()
-    await later.completed()
-
-
 # The device's thread
-
-
-class AbortedAfter(StepAbort):
-    """Its flag is off for so many reads: another device fails between two of them."""
-
-    def __init__(self, reads):
-        self.reads, self.after = 0, reads
-        super().__init__(3)
-
-    @property
-    def is_requested(self):
-        self.reads += 1
-        return self.reads > self.after
-
-    @is_requested.setter
-    def is_requested(self, value):
-        self.after = 0 if value else self.after
 
 
 @pytest.fixture
@@ -394,26 +345,6 @@ def program_run(executor, step, functions):
     run = ProgramRun(step, program, lambda task: functions[task](), nullcontext(), 3, executor.send)
     run.join([run])
     return run
-
-
-@pytest.mark.parametrize("reads", range(12))
-def test_another_device_fails_at_any_moment(executor, reads):
-    """The thread looks several times whether its step is aborted; it must live on whatever it has seen before."""
-    step = StepStub()
-    step.abort = AbortedAfter(reads)
-    run = program_run(executor, step, [lambda: None] * 2)
-    executor.submit([Assignment(StepStub(), 8, lambda: executor.submit_program(run))])
-    assert executor.events.get(timeout=30).task == 8
-    executor.submit([Assignment(StepStub(), 9, lambda: None)])
-    seen = [executor.events.get(timeout=30)]
-    while not any(isinstance(event, TaskCompleted) and event.task == 9 for event in seen):
-        seen.append(executor.events.get(timeout=30))
-    run.stop()
-    while not any(isinstance(event, ProgramEnded) for event in seen):
-        seen.append(executor.events.get(timeout=30))
-    assert not any(isinstance(event, TaskFailed) for event in seen)
-    left = next(event.left for event in seen if isinstance(event, ProgramEnded))
-    assert sum(isinstance(event, TaskCompleted) and event.task != 9 for event in seen) + len(left) == 2
 
 
 def test_a_program_gets_its_turns_beside_single_tasks_that_never_end(executor):

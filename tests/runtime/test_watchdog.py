@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import pickle
 import threading
 import time
-import weakref
 from functools import partial
 from queue import SimpleQueue
 
 import pytest
 from driver_helpers import DEVICES, StepStub, bind_nothing, executor_alone, open_driver
 
-from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
+from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskIssued
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
@@ -24,7 +21,6 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.executor import Assignment
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
-from asyncpipe.testing import InlineExecutor
 
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 4, 2), devices=DEVICES, checkpoint=CheckpointMode.NEVER)
 
@@ -145,18 +141,6 @@ async def test_one_that_ends_in_time_is_left_alone(driver, clock):
     await (await driver.run(GRAPH, bind_nothing)).completed()
 
 
-async def test_a_report_that_is_under_way_counts(driver):
-    """The task's report is in the inbox when it is to fail: the scheduler must not get a second one."""
-    hung = Hung("B(0,0)")
-    step = await begin(driver, hung)
-    (running,) = driver.running()
-    hung.let_go.set()
-    while driver.running():  # Without a turn of the loop: its report lies in the inbox.
-        pass
-    driver.fail(running.execution, running.task, ValueError("late"))
-    await (await step).completed()
-
-
 async def test_it_checks_at_intervals_and_goes_on_after_an_error(driver, caplog):
     pauses = SimpleQueue()
     checked = asyncio.Event()
@@ -191,24 +175,6 @@ def test_mistakes_are_told():
     for options in ({"factor": 0.5}, {"floor": 0.0}, {"factor": float("nan")}):
         with pytest.raises(OptionError, match="factor must be at least 1 and floor more than 0"):
             Watchdog(Driver({}), **options)
-
-
-def test_the_error_survives_pickling():
-    error = HungTaskError("F(0,0)", "cpu:0", 61.0, 0.5, ["F(0,1) on cpu:1 waits for F(0,0)"], "in work")
-    copied = pickle.loads(pickle.dumps(error))
-    assert str(copied) == str(error)
-    assert (copied.task_id, copied.device, copied.seconds, copied.expected) == ("F(0,0)", "cpu:0", 61.0, 0.5)
-    assert (copied.waits, copied.stack) == (("F(0,1) on cpu:1 waits for F(0,0)",), "in work")
-
-
-async def test_executors_that_cannot_give_up_are_left_alone():
-    driver = Driver({name: InlineExecutor(name) for name in DEVICES})
-    driver.open()
-    seen = []
-    await driver.run(GRAPH, lambda task: lambda: seen.append(driver.running()))
-    assert seen
-    assert not any(seen)
-    driver.close()
 
 
 # The executor
@@ -318,66 +284,6 @@ def test_closing_does_not_wait_for_a_thread_that_was_given_up(caplog):
     hung.threads[0].join(30)
 
 
-def test_one_is_heard_whoever_comes_first(executor):
-    """The task ends while it is being given up: it is reported once, by its thread or by ``give_up``."""
-    step = StepStub()
-    for number in range(200):
-        let_go = threading.Event()
-        executor.submit([Assignment(step, number, lambda event=let_go: event.wait() and None)])
-        while not (running := executor.running) or running[0][1] != number:
-            pass
-        (current,) = running
-        let_go.set()
-        given_up = executor.give_up(current, told)
-        executor.submit([Assignment(step, 1000 + number, lambda: None)])
-        events = [executor.events.get(timeout=30) for _ in range(1 if given_up else 2)]
-        assert [event.task for event in events] == ([] if given_up else [number]) + [1000 + number]
-        assert not any(isinstance(event, TaskFailed) for event in events)
-
-
-class HeldQueue(SimpleQueue):
-    """Blocks ``put`` until ``let_go``."""
-
-    def __init__(self):
-        super().__init__()
-        self.putting, self.let_go = threading.Event(), threading.Event()
-        self.let_go.set()
-
-    def put(self, item):
-        self.putting.set()
-        assert self.let_go.wait(30)
-        super().put(item)
-
-
-def test_what_comes_to_be_waited_for_meanwhile_is_not_lost(monkeypatch):
-    """The device's thread hands over a completion while the thread that waits for them is replaced."""
-    queues = []
-    with monkeypatch.context() as patch:
-        patch.setattr("asyncpipe.runtime.device_thread.SimpleQueue", lambda: queues.append(HeldQueue()) or queues[-1])
-        executor = ThreadExecutor("cpu:0")
-        events = SimpleQueue()
-        executor.start(lambda event, *, wake=True, at=None: events.put(event))
-        first, second, step = Queued(), Queued(), StepStub()
-        executor.submit([Assignment(step, 0, lambda: first)])
-        assert first.waited.wait(30)
-    _, queue = queues  # of the tasks, of the completions
-    queue.putting.clear()
-    queue.let_go.clear()
-    executor.submit([Assignment(step, 1, lambda: second)])
-    assert queue.putting.wait(30)
-    assert executor.give_up(executor.running[0], told)
-    queue.let_go.set()
-    second.done.set()
-    assert [events.get(timeout=5) for _ in range(3)] == [
-        TaskIssued(3, 0),
-        TaskIssued(3, 1),
-        TaskCompleted(3, 1, 1.0, 2.0),
-    ]
-    first.done.set()
-    executor.close()
-    executor.join()
-
-
 def waiting_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe cpu:0 completions")]
 
@@ -421,23 +327,6 @@ def test_a_busy_thread_does_not_hide_a_completion_that_never_comes(executor):
     assert [executor.events.get(timeout=30).task for _ in range(2)] == [0, 1]
 
 
-def test_threads_that_were_given_up_are_told_apart_and_forgotten(executor):
-    step, threads = StepStub(), []
-    for number in range(3):
-        hung = Hung()
-        executor.submit([Assignment(step, number, hung.work)])
-        assert hung.begun.wait(30)
-        assert executor.give_up(executor.running[0], told)
-        (thread,) = hung.threads
-        assert thread.name == "asyncpipe cpu:0 (given up)"
-        hung.let_go.set()
-        thread.join(30)
-        threads.append(weakref.ref(thread))
-        del hung, thread
-    gc.collect()
-    assert [ref() is None for ref in threads] == [True, True, False]
-
-
 async def test_what_nobody_watched_does_not_count(driver, clock):
     """After the process was stopped or the loop blocked, the time of running tasks starts anew."""
     hung = Hung()
@@ -452,19 +341,4 @@ async def test_what_nobody_watched_does_not_count(driver, clock):
     assert watchdog.hung == 1
     with pytest.raises(TaskError):
         await step
-    hung.let_go.set()
-
-
-async def test_the_loop_is_not_said_to_be_late_because_of_it(driver, monkeypatch):
-    hung = Hung()
-    step = await begin(driver, hung)
-    (running,) = driver.running()
-    monkeypatch.setattr(driver, "_clock", lambda: time.perf_counter() + 600.0)
-    assert running.executor.give_up(
-        running.current, lambda: driver.fail(running.execution, running.task, ValueError("hung"))
-    )
-    with pytest.raises(TaskError):
-        await step
-    await asyncio.shield(running.execution.done)
-    assert max([late for late, _ in running.execution.record().notes.wakeups]) < 300.0
     hung.let_go.set()

@@ -24,12 +24,12 @@ A step is handed over by *programs* if its devices take them, its graph has an o
 (below). Each device then has all its tasks and releases what waits for them. Here every event and transition is the
 same; dispatches are noted in the journal, and the cap is kept by the devices.
 
-Otherwise, which ready task of a lane comes next is decided by the lane's policy (``policies/policy.py``). Three are
+Otherwise, which ready task of a lane comes next is decided by the lane's policy (``policies/policy.py``). Two are
 built in, and a lane gets the simplest that is enough:
 
 - One pipeline, whose graph has an order: ``FirstComeFirstServed``. There is nothing to decide; ``handle`` answers at
   once.
-- One pipeline, whose schedule decides by a rule: ``Ruled``, on compute lanes. The rule chooses as late as possible: in
+- One pipeline, whose schedule decides by a rule: the same on compute lanes, where it chooses as late as possible: in
   ``choose``, which is called when all events that are known have been handled.
 - Jobs with names, or in the background: ``FairShare``, which also decides in ``choose``.
 """
@@ -65,7 +65,6 @@ from asyncpipe.core.policies.fair_share import FairShare, SharedLanes
 from asyncpipe.core.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.policies.jobs import JobAccount, Jobs
 from asyncpipe.core.policies.policy import MakePolicy, Policy, TaskState
-from asyncpipe.core.policies.ruled import Ruled
 from asyncpipe.errors import InvalidTransition, OptionError
 
 __all__ = ["SchedulerState", "TaskState"]
@@ -280,8 +279,8 @@ class SchedulerState:
                     continue  # What runs by programs is over soon, and nothing of it is to be decided.
                 shared.adopt(step, [step.states[task] for task in self._shared.tasks(step.graph, lane)])
             state.use(policy.hand_over(shared))
-        elif graph.rule is not None and lane.queue is Queue.COMPUTE and not isinstance(policy, Ruled):
-            state.use(policy.hand_over(Ruled(state)))
+        elif graph.rule is not None and lane.queue is Queue.COMPUTE and state.in_order:
+            state.use(policy.hand_over(FirstComeFirstServed(ruled_lane=state)))
         return state
 
     def _gate_opened(self, event: GateOpened, now: float) -> list[Command]:

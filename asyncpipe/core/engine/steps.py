@@ -14,7 +14,6 @@ from asyncpipe.core.policies.fair_share import FairShare
 from asyncpipe.core.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.policies.policy import Policy, TaskState
-from asyncpipe.core.policies.ruled import Ruled
 from asyncpipe.errors import ScheduleError
 
 __all__ = ["Following", "LaneState", "StepState", "check_invariants", "follow"]
@@ -36,11 +35,11 @@ class LaneState:
     def use(self, policy: Policy) -> None:
         """Have ``policy`` decide from now on."""
         self.policy = policy
-        self.in_order = type(policy) is FirstComeFirstServed
+        self.in_order = type(policy) is FirstComeFirstServed and policy.ruled_lane is None
         """Whether there is nothing to decide: what is ready goes at once, and the policy is told nothing."""
         self.is_shared = isinstance(policy, FairShare)
         """Whether the policy counts what each job holds; else the cap is the lane's."""
-        self.others = None if isinstance(policy, FirstComeFirstServed | Ruled) else LaneUse()
+        self.others = None if isinstance(policy, FirstComeFirstServed) else LaneUse()
         """How long others had it, for each job, if several may use it."""
         self.heap = policy.heap if isinstance(policy, FirstComeFirstServed) else []
         """The ready tasks of a lane that is in order."""

@@ -39,6 +39,7 @@ tasks hold no place on the lane while it lasts, and nobody waits for them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from math import inf
 from weakref import WeakKeyDictionary
 
@@ -49,7 +50,7 @@ from asyncpipe.core.policies.flow import Flow, StepOnLane
 from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.policies.policy import Chosen, LaneView, Policy, StepView, TaskState
 
-__all__ = ["MOST_AHEAD", "FairShare", "SharedLanes"]
+__all__ = ["MOST_AHEAD", "FairShare", "LaneMode", "SharedLanes"]
 
 MOST_AHEAD = 2
 """Tasks that a lane of several foreground jobs holds: with one the device would idle until the scheduler answers, and
@@ -86,6 +87,27 @@ class SharedLanes:
         return self._tasks[graph][lane]
 
 
+class LaneMode(Enum):
+    """What a shared lane does with its ready tasks.
+
+    ::
+
+        a second job comes        not chosen                     no time behind what the lane holds
+        ALONE ──────────▶ OPEN ──────────────▶ HELD_BACK ──────────────────────────────────▶ FULL
+          ◀──────────────  ◀────────────────────  ◀───────────────────────────────────────────
+        the others are forgotten   nothing is left to hold back   a task was handed over, or is done
+    """
+
+    ALONE = auto()
+    """One foreground job has the lane for itself: its next task goes at once."""
+    OPEN = auto()
+    """What is ready goes when the policy is asked."""
+    HELD_BACK = auto()
+    """A ready task waits for a better moment: ``backfill`` looks for one, and ``wake_at`` says when to look again."""
+    FULL = auto()
+    """As ``HELD_BACK``, and there was no time for one more task behind those that the lane holds."""
+
+
 class FairShare(Policy):
     """Foreground jobs by weight, and background jobs where the lane would idle."""
 
@@ -103,11 +125,9 @@ class FairShare(Policy):
         """When the first of them began."""
         self._held_back_since: float | None = None
         """Since when the lane idles for a flow that lags; ``None`` once a task is handed over."""
-        self.holds_back = False
-        """Whether a ready task was not chosen, so that ``backfill`` has something to look at."""
+        self.mode = LaneMode.OPEN
         self._wake_at: float | None = None
-        self._refused_ahead = False
-        """Whether, since a task was last handed over or done, there was no time for one more behind the last one."""
+        """When to look again, while the lane is held back."""
         self._held = 0
         """The tasks in flight of flows that did not stand when this was last asked."""
         self._any_late = False
@@ -131,6 +151,10 @@ class FairShare(Policy):
     def _note_flows(self) -> None:
         flows = list(self._flows.values())
         self._only = flows[0] if len(flows) == 1 and not flows[0].background else None
+        if self._only is not None:
+            self.mode = LaneMode.ALONE
+        elif self.mode is LaneMode.ALONE:
+            self.mode = LaneMode.OPEN
 
     def adopt(self, step: StepView, states: Iterable[TaskState]) -> None:
         """Take over a step, whose tasks here are in ``states``, from a policy that measures nothing."""
@@ -149,7 +173,7 @@ class FairShare(Policy):
         flow.in_flight += 1
         self._held += 1
         self._held_back_since = None
-        self._refused_ahead = False
+        self._look_behind_again()
         if not self._holding:
             self._busy_since = now
         seconds = flow.job.expected(step.graph.tasks[task])
@@ -163,7 +187,7 @@ class FairShare(Policy):
         was_first = next(iter(self._holding), None) == key
         expected = (self._holding.pop(key, None) or (None,))[0] or 0.0
         flow.completed_at = now
-        self._refused_ahead = False
+        self._look_behind_again()
         if was_first:
             handed_over = next((at for _, at, _ in self._holding.values()), now)
             self._busy_since = max(now, handed_over)
@@ -221,10 +245,10 @@ class FairShare(Policy):
         flow = self._next(now)
         if flow is None:
             self._held_back_since = None
-            self.holds_back = any(flow.ready.heap and flow.background for flow in self._flows.values())
+            self._hold_back(any(flow.ready.heap and flow.background for flow in self._flows.values()))
             return None
         if self._awaited(flow, now):
-            self.holds_back = True
+            self._hold_back(True)
             return None
         return flow.ready.choose(now)
 
@@ -238,7 +262,8 @@ class FairShare(Policy):
         lookahead = BackfillLookahead(now, self._lanes.policies)
         if self._held and self.lane.in_flight:
             chosen = self._fitting_behind(lookahead, now) if self._may_hold_another() else None
-            self._refused_ahead = chosen is None
+            if chosen is None:
+                self.mode = LaneMode.FULL
             return chosen
         chosen = self._fitting(lookahead, now)
         self._wake_at = lookahead.wake_at
@@ -246,7 +271,7 @@ class FairShare(Policy):
 
     def _may_hold_another(self) -> bool:
         """Whether a task behind what the lane holds may be looked for: that is one task, of a background job."""
-        if self._refused_ahead or self._any_late or self.lane.in_flight >= min(self._lanes.cap, MOST_AHEAD):
+        if self.mode is LaneMode.FULL or self._any_late or self.lane.in_flight >= min(self._lanes.cap, MOST_AHEAD):
             return False
         return all(step.job.share.background for _, _, step in self._holding.values())
 
@@ -267,7 +292,7 @@ class FairShare(Policy):
             fits = _fits(flow, lookahead, self._awaited(flow, now)) or self._has_waited(flow, lookahead, now)
             return flow.ready.choose(now) if fits else None
         background = self._background()
-        self.holds_back = bool(background)
+        self._hold_back(bool(background))
         foreground = [flow for flow in self._flows.values() if not flow.background]
         for flow in background:
             if _fits(flow, lookahead, foreground):
@@ -275,12 +300,27 @@ class FairShare(Policy):
         return None
 
     @property
+    def holds_back(self) -> bool:
+        """Whether a ready task was not chosen, so that ``backfill`` has something to look at."""
+        return self.mode in (LaneMode.HELD_BACK, LaneMode.FULL)
+
+    def _hold_back(self, is_held: bool) -> None:
+        if not is_held:
+            self.mode = LaneMode.OPEN
+        elif self.mode is not LaneMode.FULL:
+            self.mode = LaneMode.HELD_BACK
+
+    def _look_behind_again(self) -> None:
+        if self.mode is LaneMode.FULL:
+            self.mode = LaneMode.HELD_BACK
+
+    @property
     def waiting(self) -> Sequence[JobAccount]:
         """The jobs that have a ready task here."""
         return [job for job, flow in self._flows.items() if flow.ready.heap]
 
     def wake_at(self, now: float) -> float | None:
-        if self._only is not None:
+        if self.mode is LaneMode.ALONE:
             return None
         if not self._held:
             return self._wake_at if self.holds_back else None

@@ -17,7 +17,6 @@ from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.policies.fair_share import FairShare
 from asyncpipe.core.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.policies.policy import LaneView, Policy, StepView
-from asyncpipe.core.policies.ruled import Ruled
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
 from asyncpipe.core.schedules.backward_first import BackwardFirst
@@ -42,7 +41,8 @@ def test_a_lane_has_the_simplest_policy_that_will_do() -> None:
     hand.send(StepSubmitted(0, graph_of("1f1b", 2, 2)), 0.0)
     assert kinds(hand.state) == {FirstComeFirstServed}
     hand.send(StepSubmitted(1, ruled_graph()), 0.0)
-    assert kinds(hand.state) == {Ruled}
+    assert kinds(hand.state) == {FirstComeFirstServed}
+    assert not any(p.ruled_lane is None for lane, p in hand.state.policies.items() if lane.queue is Queue.COMPUTE)
     assert kinds(hand.state, Queue.COPY_IN) == {FirstComeFirstServed}, "a rule is asked about compute alone"
     hand.send(StepSubmitted(2, graph_of("1f1b", 2, 2), Share("named")), 0.0)
     assert kinds(hand.state) == kinds(hand.state, Queue.COPY_IN) == {FairShare}
@@ -224,26 +224,3 @@ def test_a_wrong_choice_is_told(wrong: str) -> None:
     state.handle(StepSubmitted(0, graph), 0.0)
     with pytest.raises(PolicyError, match=r"^Wrong on dev:0/compute chose .*, which is not ready there; choose must"):
         state.choose(0.0)
-
-
-def test_queries_change_nothing() -> None:
-    """Asking a shared lane's policy what it would do, or when to wake it, does not change what it does."""
-
-    def run(asked: bool) -> list[tuple[int, int]]:
-        hand, order = ByHand(), []
-        graph, background = one_lane(1), Share("background", background=True)
-        hand.run_step(0, graph, background, 0.0, 1.0)
-        for step, start in ((1, 10.0), (2, 12.0), (3, 14.0)):
-            hand.run_step(step, graph, Share("foreground"), start, 1.0)
-        order += dispatched(hand.send(StepSubmitted(4, graph, background), 15.2))
-        for _ in range(3 if asked else 0):
-            hand.state.wake_at(15.2)
-            hand.state.check()
-            for policy in hand.state.policies.values():
-                assert isinstance(policy, FairShare)
-                policy.wake_at(15.2), policy.busy(15.2), policy.at_once, policy.flows
-        for now in (16.0, 16.9, 17.0):
-            order += [(step, round(now * 10)) for step, _ in dispatched(hand.choose(now))]
-        return order
-
-    assert run(True) == run(False) == [(4, 170)]

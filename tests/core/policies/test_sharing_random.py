@@ -101,6 +101,8 @@ class World:
         ]
         self.models: dict[int, Model] = {}
         self.now = 0.0
+        self.log: list[tuple[Event | None, float, list[Command]]] = []
+        """Each event, or none where the scheduler was asked again, with its answer."""
 
     def run(self) -> None:
         while True:
@@ -124,7 +126,9 @@ class World:
             assert wake_at is not None, "somebody is held back for ever"
             assert wake_at > self.now
             self.now = wake_at
-            if commands := self.state.choose(self.now):
+            commands = self.state.choose(self.now)
+            self.log.append((None, self.now, commands))
+            if commands:
                 self.state.check()
                 return self.obey(commands)
         raise AssertionError("it looks again and again")
@@ -155,6 +159,7 @@ class World:
         commands = self.state.handle(event, self.now)
         self.take(event)
         commands += self.state.choose(self.now)
+        self.log.append((event, self.now, commands))
         self.state.check()
         self.obey(commands)
 
@@ -255,6 +260,26 @@ def test_ordered_jobs_in_any_order_of_events(draw: random.Random) -> None:
 @given(worlds)
 def test_any_jobs_that_fail_or_are_cancelled_at_any_point(draw: random.Random) -> None:
     World(draw, ruled=True, trouble=True).run()
+
+
+@settings(max_examples=40)
+@given(worlds)
+def test_a_replay_gives_the_same_answers_whatever_is_asked_in_between(draw: random.Random) -> None:
+    """Answers follow from the events and their times alone, and queries change nothing."""
+    world = World(draw, ruled=False, trouble=True)
+    world.run()
+    again = SchedulerState(in_flight=world.cap)
+    for event, now, answer in world.log:
+        again.wake_at(now)
+        again.check()
+        for policy in again.policies.values():
+            if isinstance(policy, FairShare):
+                policy.wake_at(now), policy.busy(now), policy.at_once, policy.flows, policy.waiting
+        commands = [] if event is None else again.handle(event, now)
+        assert commands + again.choose(now) == answer
+        for command in answer:
+            if isinstance(command, StepCompleted):
+                again.remove(command.step)
 
 
 def random_job(name: str, draw: random.Random) -> SimulatedJob:
