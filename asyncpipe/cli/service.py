@@ -50,8 +50,9 @@ Exits with 1 if files of the service were damaged or missing, which it lists; al
 """
 
 RESTORE = """\
-Make a new folder for a service from the backup FILE, with each file checked. Then start the service with that folder;
-it goes on with the jobs that ran. The service that the backup is of must not run any more, or both train the same jobs.
+Make a new folder for a service from the backup FILE, whose store and snapshots are checked. Then start the service with
+that folder; it goes on with the jobs that ran. The service that the backup is of must not run any more, or both train
+the same jobs.
 """
 
 
@@ -91,8 +92,7 @@ def _backup(args: argparse.Namespace) -> int:
 
 def _restore(args: argparse.Namespace) -> int:
     folder = folder_of(args)
-    from asyncpipe.service.keeping.restore import restore
+    from asyncpipe.service.keeping.backup import restore
 
-    done = restore(args.file, folder)
-    print(f"{done.folder}: {done.jobs} jobs; start the service with this folder")
+    print(f"{folder}: {restore(args.file, folder)} jobs; start the service with this folder")
     return 0

@@ -6,16 +6,14 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncpipe.cli.arguments import add_command
 from asyncpipe.cli.service_folder import add_folder_options, folder_of
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
-    from asyncpipe.service.keeping.retention import Removal
     from asyncpipe.service.settings.retention_settings import RetentionSettings
 
 __all__ = ["add_parser"]
@@ -29,9 +27,7 @@ service that runs, before it is started again with them.
   days = 90
   count = 10_000
   [retention.snapshots]    # of jobs that stay
-  bytes = "500 GiB"
-  [retention.losses]
-  [retention.logs]
+  days = 7
 """
 
 
@@ -48,20 +44,19 @@ def _run(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     rules = _rules(args.config or os.environ.get("ASYNCPIPE_CONFIG"))
     # Late imports: --help does not wait for torch.
-    from asyncpipe.service.keeping.disk_use import DiskUse
-    from asyncpipe.service.keeping.retention import removals
+    from asyncpipe.service.keeping.retention import removals, with_snapshots
     from asyncpipe.service.store.database import STORE, open_beside
-    from asyncpipe.service.store.keeping_queries import stored_jobs
+    from asyncpipe.service.store.finding import every_job
 
     with open_beside(folder / STORE) as connection:
-        known = stored_jobs(connection)
-    use = DiskUse(folder)
-    ended = use.ended(known)
-    found = removals(ended, rules, time.time())
+        found = removals(every_job(connection), rules, time.time(), with_snapshots(folder))
     if args.json:
-        print(json.dumps({"bytes": use.total(), "removals": [_as_json(each) for each in found]}))
-    else:
-        print(_text(found, use.total(), len(ended)))
+        print(json.dumps({"removals": [each._asdict() for each in found]}))
+        return 0
+    for each in found:
+        print(f"{each.what:9}  {each.job}  {each.name}: {each.reason}")
+    jobs, snapshots = (sum(each.what == what for each in found) for what in ("job", "snapshots"))
+    print(f"would delete {jobs} jobs, and the snapshots of {snapshots} others")
     return 0
 
 
@@ -78,17 +73,3 @@ def _rules(config: Path | str | None) -> RetentionSettings:
     except ValidationError as error:
         problems = wrong_keys(error, RetentionSettings)
         raise SettingsError("\n".join(f"{config}: retention.{problem}" for problem in problems)) from None
-
-
-def _as_json(removal: Removal) -> dict[str, Any]:
-    return {**removal._asdict(), "kind": str(removal.kind)}
-
-
-def _text(found: Sequence[Removal], total: int, ended: int) -> str:
-    from asyncpipe.core.predict.memory import format_bytes
-
-    lines = [f"{each.kind:9}  {each.job}  {format_bytes(each.bytes):>10}  {each.name}: {each.reason}" for each in found]
-    freed = format_bytes(sum(each.bytes for each in found))
-    jobs = len({each.job for each in found})
-    lines.append(f"would delete {freed} of {format_bytes(total)}, of {jobs} of {ended} jobs that have ended")
-    return "\n".join(lines)

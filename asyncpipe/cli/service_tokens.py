@@ -6,16 +6,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.jobs_finding import moment
 from asyncpipe.cli.service_folder import add_folder_options, folder_of
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
-    from asyncpipe.service.token_roles import TokenRecord
 
 __all__ = ["add_parser"]
 
@@ -53,8 +51,10 @@ def add_parser(commands: Subparsers) -> None:
     create = add_command(of_tokens, "create", summary="make a token", description=CREATE)
     create.add_argument("name", metavar="NAME", help="whom it is for, as ci or ada@example.org")
     create.add_argument("--role", choices=ROLES, required=True, help="what it lets do")
+    text = "until when it is valid: 2026-12-01T08:00, or 90d from now (default: until it is revoked)"
+    create.add_argument("--expires", type=moment, metavar="TIME", help=text)
     create.set_defaults(run=_create)
-    listing = add_command(of_tokens, "list", summary="show all tokens, without what is secret of them")
+    listing = add_command(of_tokens, "list", summary="show all tokens, without their secrets")
     listing.add_argument("--json", action="store_true", help="print JSON, for programs")
     listing.set_defaults(run=_list)
     revoke = add_command(of_tokens, "revoke", summary="revoke a token", description=REVOKE)
@@ -67,42 +67,29 @@ def add_parser(commands: Subparsers) -> None:
 # Late imports: --help does not wait for them.
 
 
-def _store(args: argparse.Namespace) -> Path:
-    from asyncpipe.service.store.database import STORE
-
-    return folder_of(args) / STORE
-
-
 def _create(args: argparse.Namespace) -> int:
-    from asyncpipe.service.store.token_changes import create_token
-    from asyncpipe.service.token_roles import TokenRole
+    from asyncpipe.service.token_roles import TokenRole, create_token
 
-    secret, record = create_token(_store(args), args.name, TokenRole(args.role))
+    secret, record = create_token(folder_of(args), args.name, TokenRole(args.role), args.expires)
     print(f"token {record.name} may {record.role}; it is shown this once:", file=sys.stderr)
     print(secret)
     return 0
 
 
 def _list(args: argparse.Namespace) -> int:
-    from asyncpipe.service.store.token_changes import list_tokens
-
-    tokens = list_tokens(_store(args))
-    if args.json:
-        shown = [token._asdict() for token in tokens]
-        print(json.dumps([{key: value for key, value in each.items() if key != "number"} for each in shown]))
-    else:
-        print(_table(tokens) if tokens else "no tokens")
-    return 0
-
-
-def _table(tokens: Sequence[TokenRecord]) -> str:
     from asyncpipe.cli.tables import table
+    from asyncpipe.service.token_roles import read_tokens
 
-    rows = [
-        (each.name, each.role, _when(each.created), _when(each.last_used), _when(each.revoked))
-        for each in sorted(tokens, key=lambda token: token.revoked is not None)
-    ]
-    return table(("NAME", "ROLE", "CREATED", "LAST USED", "REVOKED"), rows)
+    tokens = read_tokens(folder_of(args)) or ()
+    if args.json:
+        listed = [token._asdict() for token in tokens]
+        print(json.dumps([{key: value for key, value in each.items() if key != "digest"} for each in listed]))
+    elif tokens:
+        rows = [(each.name, each.role, _when(each.created), _when(each.expires)) for each in tokens]
+        print(table(("NAME", "ROLE", "CREATED", "EXPIRES"), rows))
+    else:
+        print("no tokens")
+    return 0
 
 
 def _when(at: float | None) -> str:
@@ -110,8 +97,8 @@ def _when(at: float | None) -> str:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    from asyncpipe.service.store.token_changes import revoke_token
+    from asyncpipe.service.token_roles import revoke_token
 
-    record = revoke_token(_store(args), args.name)
+    record = revoke_token(folder_of(args), args.name)
     print(f"revoked {record.name}, which could {record.role}")
     return 0

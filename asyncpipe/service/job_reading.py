@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
-from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
-from asyncpipe.service.jobs.job_log import JobEvent, JobLog, LossRow, read_losses
-from asyncpipe.service.jobs.last_view import past_view
-from asyncpipe.service.jobs.loss_file import spread_losses
+from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact, event_lines, loss_lines
+from asyncpipe.service.jobs.job_log import JobLog
+from asyncpipe.service.jobs.last_view import MOST, RECENT, past_view
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.service_loop import ServiceDrainingError, ServiceLoop
+from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import ALL_JOBS, JobFilter
 from asyncpipe.train.blocking_calls import in_thread
 
@@ -83,7 +84,9 @@ class JobReading(ABC):
         """What the live page of a job shows that does not run. Raises ``UnknownJobError``."""
         manager = self.manager
         record = await manager.jobs.store.get(job)
-        return await in_thread(lambda: past_view(record, manager.logs.folder / record.id))
+        rows = await manager.jobs.store.spread_losses(job, MOST)
+        recent = await manager.jobs.store.losses(job, max(rows[-1].step - RECENT, 0) if rows else 0, RECENT)
+        return await in_thread(lambda: past_view(record, manager.logs.folder / record.id, rows, recent))
 
     async def follow(self, job: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
         """The past events of ``job`` after event ``after``, then new ones as they happen; steps from now on only.
@@ -94,7 +97,7 @@ class JobReading(ABC):
         manager = self.manager
         store = manager.jobs.store
         await store.get(job)
-        use = manager.logs.use(job, lambda: store.history(job))
+        use = manager.logs.use(job)
         log: JobLog = await self.loop.hop(use.__aenter__())
         try:
             follower = log.follow(after)
@@ -111,16 +114,14 @@ class JobReading(ABC):
         Each step is there once, with the numbers of a run without interruption. Raises ``UnknownJobError``.
         """
         manager = self.manager
-        await manager.jobs.store.get(job)
-        folder = manager.logs.folder / job
-        return await in_thread(lambda: read_losses(folder, after, min(limit, MOST_LOSSES)))
+        await self.loop.hop(manager.logs.flush(job))
+        return await manager.jobs.store.losses(job, after, min(limit, MOST_LOSSES))
 
     async def spread_losses(self, job: str, points: int) -> Sequence[LossRow]:
         """At most ``points`` steps of the job's loss curve, evenly spread over it. Raises ``UnknownJobError``."""
         manager = self.manager
-        await manager.jobs.store.get(job)
-        folder = manager.logs.folder / job
-        return await in_thread(lambda: spread_losses(folder, min(points, MOST_LOSSES)))
+        await self.loop.hop(manager.logs.flush(job))
+        return await manager.jobs.store.spread_losses(job, min(points, MOST_LOSSES))
 
     async def artifacts(self, job: str) -> Sequence[Artifact]:
         """What of ``job`` can be downloaded: models, newest first, losses, log, trace.
@@ -139,23 +140,33 @@ class JobReading(ABC):
         ``UnknownArtifactError``, and ``ArtifactError`` if the disk fails.
         """
         files = await self._files(job)
-        events = await self.loop.hop(self._events_of(job)) if name.startswith("log") else ()
+        parts = [part async for part in self._parts(job, name, redact)]
         opened: list[OpenArtifact] = []
         try:
-            await in_thread(lambda: opened.append(files.open(name, step, events, redact)))
+            await in_thread(lambda: opened.append(files.open(name, step, parts)))
         except BaseException:  # Cancelled, though it is open.
             for each in opened:
                 each.close()
             raise
         return opened[0]
 
+    async def _parts(self, job: str, name: str, redact: Callable[[str], str]) -> AsyncIterator[bytes]:
+        """The content of an artifact whose rows are in the store, some rows at a time; nothing for any other."""
+        store, last = self.manager.jobs.store, 0
+        if name == "losses.csv":
+            yield f"{','.join(LossRow._fields)}\r\n".encode()
+        if name in ("losses.jsonl", "losses.csv"):
+            while rows := await self.losses(job, last, MOST_LOSSES):
+                last = rows[-1].step
+                yield await in_thread(partial(loss_lines, rows, as_csv=name == "losses.csv"))
+        elif name == "log.jsonl":
+            await self.loop.hop(self.manager.logs.flush(job))
+            yield event_lines(await store.events(job), redact)
+
     async def _files(self, job: str) -> JobFiles:
         manager = self.manager
         record = await manager.jobs.store.get(job)
         run = manager.jobs.running.get(record.id)
-        return JobFiles(manager.logs.folder / record.id, () if run is None else run.trace.records, record.spec.name)
-
-    async def _events_of(self, job: str) -> Sequence[JobEvent]:
-        manager = self.manager
-        async with manager.logs.use(job, lambda: manager.jobs.store.history(job)) as log:
-            return log.events()
+        records = () if run is None else run.trace.records
+        has_losses = bool(await self.losses(job, 0, 1))
+        return JobFiles(manager.logs.folder / record.id, records, record.spec.name, has_losses)

@@ -149,8 +149,7 @@ class JobSpec:
     ``entry`` is the registered ``module:factory``; ``document`` has the parameters, pipeline, training and so on, and
     is validated elsewhere. Raises ``JobSpecError``.
 
-    The specification of a ``JobRecord`` has the priority class, weight, tags and deadline of now, which may have been
-    changed since the job was submitted.
+    The specification of a ``JobRecord`` is that of now: what was changed since the submission is changed here.
     """
 
     name: str
@@ -217,19 +216,6 @@ class JobSpec:
             raise JobSpecError(f"the specification of job {self.name!r} takes {limit}")
         return text
 
-    @classmethod
-    def from_json(cls, text: str) -> JobSpec:
-        """The specification that ``to_json`` wrote as ``text``. Raises ``JobSpecError``."""
-        try:
-            table = json.loads(text)
-            priority = PriorityClass(table["priority_class"])
-            return cls(
-                table["name"], table["entry"], table["document"], priority, table["weight"],
-                tuple(table["tags"]), table["deadline"],
-            )  # fmt: skip
-        except (TypeError, ValueError, KeyError, RecursionError) as error:
-            raise JobSpecError(f"a stored specification cannot be read: {text:.200}") from error
-
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
@@ -253,14 +239,18 @@ class JobRecord:
     """``paused`` or ``cancelled``, if a running job was asked to become that and has not yet."""
     asked_cause: str | None = None
     """The cause of that request."""
-    schedule: str | None = None
-    """The schedule that replaces the submitted one, if it was changed."""
     crashes: int = 0
     """How often the service died unasked while it ran, since its last snapshot or retry."""
     forked_from: str | None = None
     """The id of the job of which it is a copy; that one may be gone."""
     from_step: int | None = None
     """The step of the snapshot that its next run goes on from, if that was said."""
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule of its next step, if it names one."""
+        schedule = self.spec.table("pipeline").get("schedule")
+        return schedule if isinstance(schedule, str) else None
 
     @property
     def is_background(self) -> bool:

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from hmac import compare_digest
-from itertools import count
 from pathlib import Path
 from threading import Lock
 
 from pydantic import SecretStr
 
 from asyncpipe.observe.http_tokens import token_digest
-from asyncpipe.service.store.database import StoreError
-from asyncpipe.service.store.job_store import JobStore
-from asyncpipe.service.store.token_changes import read_tokens, stamp_of
-from asyncpipe.service.store.token_queries import note_uses
-from asyncpipe.service.token_roles import SETTINGS_HOLDER, TokenRecord, TokenRole
+from asyncpipe.service.token_roles import (
+    SETTINGS_HOLDER,
+    TOKENS,
+    TokenFileError,
+    TokenRecord,
+    TokenRole,
+    read_tokens,
+)
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["KnownTokens", "TokenHolder"]
 
 REFRESH_SECONDS = 1
 """How soon what a revoked token's holder has open ends; new requests look for themselves."""
-NOTE_SECONDS = 60
 
 _logger = logging.getLogger("asyncpipe.service")
 
@@ -38,8 +40,6 @@ class TokenHolder:
 
     name: str
     role: TokenRole
-    number: int | None = None
-    """``None`` for the token of the settings."""
     is_revoked: bool = False
     _calls: dict[object, Callable[[], object]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
@@ -69,108 +69,99 @@ class TokenHolder:
 
 
 class KnownTokens:
-    """The tokens of the store at ``path`` and that of the settings, ``own``. From any thread.
+    """The tokens in the file of the service's ``folder``, and that of the settings, ``own``. From any thread.
 
-    A service whose store ever had a token asks for one, also when all are revoked: what an operator closed is not
-    opened by taking somebody's token away.
+    A service that ever had a token asks for one, also when all are revoked: what an operator closed is not opened by
+    taking somebody's token away.
     """
 
-    def __init__(self, path: Path, own: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
+    def __init__(self, folder: Path, own: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
+        self._folder = folder
         self._own = None if own is None else token_digest(own.get_secret_value().encode())
         self._owner = TokenHolder(SETTINGS_HOLDER, TokenRole.OPERATE)
         self._clock = clock
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: object = None
+        """What the file looked like when it was read last; ``None`` before."""
         self._is_used = False
-        self._holders: dict[bytes, TokenHolder] = {}
-        self._uses: dict[int, float] = {}
+        self._known: dict[bytes, tuple[TokenRecord, TokenHolder]] = {}
         self._lock = Lock()
 
     @property
     def is_required(self) -> bool:
-        """Whether requests need a token. Raises ``StoreError`` where only the store can tell, and cannot be read."""
+        """Whether requests need a token. Raises ``TokenFileError`` where only the file can tell, and cannot be read."""
         if self._own is not None:
             return True
         self.refresh()
         return self._is_used
 
     def holder(self, token: bytes) -> TokenHolder | None:
-        """Who sends ``token``, which counts as a use of it; ``None`` for one that is wrong or revoked.
+        """Who sends ``token``; ``None`` for one that is wrong, revoked or has expired.
 
-        Raises ``StoreError`` if tokens have been changed and cannot be read; not for the settings' own.
+        Raises ``TokenFileError`` if tokens have been changed and cannot be read; not for the settings' own.
         """
         digest = token_digest(token)
         if self._own is not None and compare_digest(digest, self._own):
             return self._owner
         self.refresh()
         # By digest: how long the search takes tells nothing about tokens.
-        holder = self._holders.get(digest)
-        if holder is not None and holder.number is not None:
-            self._uses[holder.number] = self._clock()
-        return holder
+        record, holder = self._known.get(digest, (None, None))
+        return None if record is None or self._has_expired(record) else holder
 
     def refresh(self) -> None:
-        """Read the tokens anew if they have been changed, which blocks for a millisecond; else costs microseconds.
+        """Read the file again if it has changed, and end what holders of revoked and expired tokens have open.
 
-        Raises ``StoreError``.
+        Takes microseconds if nothing has changed. Raises ``TokenFileError``.
         """
-        if not self._is_stale():
-            return
         with self._lock:
             # The stamp from before reading: a change that comes meanwhile is found the next time.
-            stamp = stamp_of(self._path)
-            found = read_tokens(self._path)
-            gone = self._take(found)
-            self._stamp = stamp
+            if (stamp := self._look()) != self._stamp:
+                found = read_tokens(self._folder)
+                before, self._is_used = self._known, found is not None
+                self._known = {
+                    bytes.fromhex(record.digest): (record, TokenHolder(record.name, record.role))
+                    for record in found or ()
+                }
+                kept = before.keys() & self._known.keys()
+                self._known |= {digest: before[digest] for digest in kept}
+                self._stamp = stamp
+                gone = [holder for digest, (_, holder) in before.items() if digest not in kept]
+            else:
+                gone = []
+            gone += [holder for record, holder in self._known.values() if self._has_expired(record)]
         for holder in gone:
-            holder.revoke()
+            if not holder.is_revoked:
+                holder.revoke()
 
-    def _is_stale(self) -> bool:
-        return stamp_of(self._path) != self._stamp
+    def _has_expired(self, record: TokenRecord) -> bool:
+        return record.expires is not None and record.expires <= self._clock()
 
-    def _take(self, found: dict[bytes, TokenRecord]) -> list[TokenHolder]:
-        """Know these tokens from now on; returns who is not among them any more."""
-        in_use = {digest: record for digest, record in found.items() if record.revoked is None}
-        before = self._holders
-        self._holders = {
-            digest: before.get(digest) or TokenHolder(record.name, record.role, record.number)
-            for digest, record in in_use.items()
-        }
-        self._is_used = bool(found)
-        return [holder for digest, holder in before.items() if digest not in in_use]
+    def _look(self) -> object:
+        """Something that is different after every change of the file."""
+        try:
+            found = os.stat(self._folder / TOKENS)
+        except FileNotFoundError:
+            return "none"
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
     @asynccontextmanager
-    async def kept(self, store: JobStore) -> AsyncIterator[None]:
-        """Known during the block, in which a change is found within a second, and uses are written each minute.
-
-        A process that is killed loses the uses of its last minute. Raises ``StoreError``.
-        """
+    async def kept(self) -> AsyncIterator[None]:
+        """Watched during the block, in which a change is found within a second. Raises ``TokenFileError``."""
         await in_thread(self.refresh)
-        watch = asyncio.create_task(self._watch(store), name="asyncpipe tokens")
+        watch = asyncio.create_task(self._watch(), name="asyncpipe tokens")
         try:
             yield
         finally:
             watch.cancel()
             await asyncio.wait([watch])
-            with suppress(StoreError):
-                await self._note_uses(store)
 
-    async def _watch(self, store: JobStore) -> None:
+    async def _watch(self) -> None:
         complained = ""
-        for second in count(1):
+        while True:
             await asyncio.sleep(REFRESH_SECONDS)
             try:
-                if self._is_stale():
-                    await in_thread(self.refresh)
-                if second % NOTE_SECONDS == 0:
-                    await self._note_uses(store)
+                await in_thread(self.refresh)
                 complained = ""
-            except StoreError as error:
+            except TokenFileError as error:
                 if str(error) != complained:
                     complained = str(error)
-                    _logger.error("the tokens cannot be read or noted: %s", error)
-
-    async def _note_uses(self, store: JobStore) -> None:
-        uses, self._uses = self._uses, {}
-        if uses:
-            await store.thread.run(lambda db: note_uses(db, uses), writes=True)
+                    _logger.error("%s", error)

@@ -1,4 +1,4 @@
-"""Tokens with names: who holds one, what it lets do, and what it looks like.
+"""Tokens with names: who holds one, what it lets do, and the file ``tokens.json`` that keeps their hashes.
 
 ::
 
@@ -6,29 +6,41 @@
     submit     also submits jobs and changes them: pause, cancel, schedule, retry …
     operate    also what concerns the service: drains hosts, deletes what is kept
 
-A role may do what those before it may. The token of the settings (``token_file``) may do everything.
+A role may do what those before it may. The token of the settings (``token_file``) may do everything. Nobody can make a
+token over HTTP, with whatever token: who may is who may write the service's folder. Each change replaces the file, so
+that a service that runs sees the old or the new one.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import time
 from enum import StrEnum
+from pathlib import Path
 from secrets import token_urlsafe
 from typing import NamedTuple
 
 from asyncpipe.errors import AsyncpipeError, OptionError
+from asyncpipe.observe.http_tokens import token_digest
 
 __all__ = [
     "PREFIX",
     "SETTINGS_HOLDER",
-    "TokenRole",
+    "TOKENS",
     "TokenConflictError",
+    "TokenFileError",
     "TokenRecord",
+    "TokenRole",
     "UnknownTokenError",
-    "check_token_name",
-    "new_token",
+    "create_token",
+    "read_tokens",
+    "revoke_token",
 ]
 
+TOKENS = "tokens.json"
+"""The file in a service's folder."""
 SETTINGS_HOLDER = "service"
 """Who sends the token of the settings, in the audit; no other token has this name."""
 PREFIX = "asyncpipe_"
@@ -51,15 +63,19 @@ class TokenRole(StrEnum):
 
 
 class TokenRecord(NamedTuple):
-    """A token as the store knows it, without its secret; times are Unix times."""
+    """A token without its secret; times are Unix times."""
 
-    number: int
-    """Its identity: a name may be given again once the token of that name is revoked."""
     name: str
     role: TokenRole
     created: float
-    last_used: float | None
-    revoked: float | None
+    expires: float | None
+    """``None``: it does not."""
+    digest: str
+    """What ``token_digest`` makes of the secret, in hexadecimal."""
+
+
+class TokenFileError(AsyncpipeError, RuntimeError):
+    """The file of tokens cannot be read or written; the message says why."""
 
 
 class UnknownTokenError(AsyncpipeError, LookupError):
@@ -67,10 +83,6 @@ class UnknownTokenError(AsyncpipeError, LookupError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"there is no token {name!r:.100} that is in use; `asyncpipe service tokens list` shows all")
-        self.name = name
-
-    def __reduce__(self) -> tuple[type[UnknownTokenError], tuple[str]]:
-        return type(self), (self.name,)
 
 
 class TokenConflictError(AsyncpipeError, ValueError):
@@ -78,22 +90,63 @@ class TokenConflictError(AsyncpipeError, ValueError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"a token {name!r:.100} is in use already; revoke it first, or give another name")
-        self.name = name
-
-    def __reduce__(self) -> tuple[type[TokenConflictError], tuple[str]]:
-        return type(self), (self.name,)
 
 
-def new_token() -> str:
-    """A new secret of 256 random bits, as clients send it."""
-    return PREFIX + token_urlsafe(SECRET_BYTES)
+def read_tokens(folder: Path) -> tuple[TokenRecord, ...] | None:
+    """All tokens of the service in ``folder``; ``None`` if it never had one. Blocks. Raises ``TokenFileError``."""
+    path = folder / TOKENS
+    try:
+        listed = json.loads(path.read_bytes())
+        return tuple(TokenRecord(**each)._replace(role=TokenRole(each["role"])) for each in listed)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise TokenFileError(f"{path} cannot be read: {error}; restore it, or create its tokens anew") from error
 
 
-def check_token_name(name: str) -> str:
-    """``name``, if a token may have it. Raises ``OptionError``."""
+def create_token(folder: Path, name: str, role: TokenRole, expires: float | None = None) -> tuple[str, TokenRecord]:
+    """A new token of the service in ``folder``, valid until the Unix time ``expires``; and what is kept of it. Blocks.
+
+    The token itself is kept nowhere. Raises ``OptionError``, ``TokenConflictError``, ``TokenFileError``.
+    """
     if not _NAME.fullmatch(name):
         rule = "has 1 to 64 letters, digits or any of . _ @ -, and begins with a letter or a digit"
         raise OptionError(f"a token's name {rule}, not {name!r:.100}")
     if name == SETTINGS_HOLDER:
         raise OptionError(f"{name!r} is the name of the token in the settings; give another one")
-    return name
+    there, now = read_tokens(folder) or (), time.time()
+    left = tuple(each for each in there if each.name != name or each.expires is None or each.expires > now)
+    if name in {each.name for each in left}:
+        raise TokenConflictError(name)
+    secret = PREFIX + token_urlsafe(SECRET_BYTES)
+    record = TokenRecord(name, role, now, expires, token_digest(secret.encode()).hex())
+    _write(folder, (*left, record))
+    return secret, record
+
+
+def revoke_token(folder: Path, name: str) -> TokenRecord:
+    """Revoke the token of this name for good; it may be in use by a service that runs. Blocks.
+
+    Raises ``UnknownTokenError``, ``TokenFileError``.
+    """
+    there = read_tokens(folder) or ()
+    for record in there:
+        if record.name == name:
+            _write(folder, tuple(each for each in there if each is not record))
+            return record
+    raise UnknownTokenError(name)
+
+
+def _write(folder: Path, tokens: tuple[TokenRecord, ...]) -> None:
+    beside = folder / f"{TOKENS}.new"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump([each._asdict() for each in tokens], file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(folder / TOKENS)
+    except FileExistsError as error:
+        raise TokenFileError(f"{beside} is there: another command writes it; remove it if none does") from error
+    except OSError as error:
+        raise TokenFileError(f"{folder / TOKENS} cannot be written: {error.strerror}") from error

@@ -27,15 +27,15 @@ from asyncpipe.service.job_reading import JobReading
 from asyncpipe.service.job_states import JobRecord, PriorityClass
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.job_folder import FilesOfJob
-from asyncpipe.service.jobs.job_log import JobEvent, LossRow
 from asyncpipe.service.jobs.lost_state import check_before_opening, check_state
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
-from asyncpipe.service.keeping.retainer import Retainer
+from asyncpipe.service.keeping.retention import Retainer
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.service_loop import ServiceDrainingError, ServiceLoop
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.database import STORE
+from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
@@ -78,7 +78,7 @@ class TrainingService(JobReading):
         self.collector = ServiceMetrics()
         """The metrics of the service and its jobs, for a Prometheus registry of the caller."""
         self.collector.is_ready = lambda: self.status().ready
-        self.tokens = KnownTokens(settings.folder / STORE, settings.token)
+        self.tokens = KnownTokens(settings.folder, settings.token)
         """Who may use the service over HTTP."""
         self._manager: Manager | None = None
         self.loop = ServiceLoop()
@@ -136,9 +136,9 @@ class TrainingService(JobReading):
                 await in_thread(lambda: check_before_opening(path, jobs))
             store = await stack.enter_async_context(JobStore(path))
             await check_state(store, jobs, refuse=refuse)
-            await stack.enter_async_context(self.tokens.kept(store))
+            await stack.enter_async_context(self.tokens.kept())
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
-            self.collector.commits = lambda: store.thread.commits
+            self.collector.commits = lambda: store.commits
             self.collector.hung_tasks = lambda: manager.hung
             self.collector.heartbeats = manager.hosts.heartbeats
             self.collector.drained = manager.hosts.drained

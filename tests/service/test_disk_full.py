@@ -21,7 +21,7 @@ from manager_helpers import ENTRY, make_settings, submission
 from torch import Generator, Tensor, nn
 
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.jobs.job_log import JobEvent
+from asyncpipe.service.store.job_records import JobEvent
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
@@ -159,8 +159,8 @@ async def test_training_goes_on_while_the_disk_is_full(disk):
         await opened.cancel(record.id)
         again = [event async for event in opened.follow(record.id)]
         assert any(map(failed, again)), "what could not be written down then was written later"
-        numbers = [event.data["number"] for event in again if event.kind == "state"]
-        assert numbers == list(range(1, len(await opened.history(record.id)) + 1))
+        states = [event.id for event in again if event.kind == "state"]
+        assert states == [each.sequence for each in await opened.history(record.id)]
     folder = disk / "jobs" / record.id / "snapshots"
     assert check_snapshots(folder)[-1] == there.step
     assert all(path.stat().st_size < sum(map(len, LARGE)) for path in folder.rglob("*") if path.is_file())

@@ -1,11 +1,9 @@
-"""Tokens: made and revoked beside a service that runs, which knows at once, and keeps hashes alone."""
+"""Tokens: made and revoked beside a service that runs, which knows at once, in a file of hashes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,16 @@ from asyncpipe import cli
 from asyncpipe.errors import OptionError
 from asyncpipe.service import known_tokens
 from asyncpipe.service.known_tokens import KnownTokens
-from asyncpipe.service.store.database import STORE, StoreError
-from asyncpipe.service.store.job_store import JobStore
-from asyncpipe.service.store.token_changes import create_token, list_tokens, revoke_token
-from asyncpipe.service.token_roles import TokenConflictError, TokenRole, UnknownTokenError
+from asyncpipe.service.token_roles import (
+    TOKENS,
+    TokenConflictError,
+    TokenFileError,
+    TokenRole,
+    UnknownTokenError,
+    create_token,
+    read_tokens,
+    revoke_token,
+)
 
 OWN = "correct-horse-battery-staple"
 
@@ -40,12 +44,12 @@ def test_roles_include_those_before() -> None:
 @pytest.mark.parametrize("name", ["", " ", "a b", "../x", "-x", "n" * 65, "ä", "a\n", "service"])
 def test_names_that_no_token_has(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionError, match="name"):
-        create_token(tmp_path / STORE, name, TokenRole.READ)
+        create_token(tmp_path, name, TokenRole.READ)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_store_has_no_token(tmp_path: Path) -> None:
-    secret, record = create_token(tmp_path / STORE, "ci", TokenRole.SUBMIT)
+def test_the_file_has_no_token(tmp_path: Path) -> None:
+    secret, record = create_token(tmp_path, "ci", TokenRole.SUBMIT)
     assert len(secret) > 40
     assert record.name == "ci"
     assert all(secret[-20:].encode() not in file.read_bytes() for file in tmp_path.iterdir())
@@ -53,11 +57,11 @@ def test_the_store_has_no_token(tmp_path: Path) -> None:
 
 
 def test_a_name_is_given_once_until_it_is_revoked(tmp_path: Path) -> None:
-    store = tmp_path / STORE
+    store = tmp_path
     first, _ = create_token(store, "ci", TokenRole.READ)
     with pytest.raises(TokenConflictError):
         create_token(store, "ci", TokenRole.READ)
-    assert revoke_token(store, "ci").revoked is not None
+    assert revoke_token(store, "ci").name == "ci"
     with pytest.raises(UnknownTokenError):
         revoke_token(store, "ci")
     second, _ = create_token(store, "ci", TokenRole.OPERATE)
@@ -66,82 +70,88 @@ def test_a_name_is_given_once_until_it_is_revoked(tmp_path: Path) -> None:
     holder = tokens.holder(second.encode())
     assert holder is not None
     assert holder.role is TokenRole.OPERATE
-    assert [(token.role, token.revoked is None) for token in list_tokens(store)] == [("read", False), ("operate", True)]
+    assert [token.role for token in read_tokens(store) or ()] == ["operate"]
 
 
-async def test_a_service_that_runs_knows_at_once(tmp_path: Path) -> None:
-    store = tmp_path / STORE
-    async with JobStore(store):
-        tokens = known(store)
-        assert not tokens.is_required
-        secret, _ = create_token(store, "ci", TokenRole.SUBMIT)
-        assert tokens.is_required
-        holder = tokens.holder(secret.encode())
-        assert holder is not None
-        assert tokens.holder(secret.encode()) is holder, "what is told about it is told to one"
-        create_token(store, "other", TokenRole.READ)
-        assert tokens.holder(secret.encode()) is holder
-        told: list[str] = []
-        with holder.told(lambda: told.append("during")):
-            revoke_token(store, "ci")
-            assert tokens.holder(secret.encode()) is None
-            assert told == ["during"]
-        with holder.told(lambda: told.append("late")):
-            assert told == ["during", "late"]
-        revoke_token(store, "other")
-        assert tokens.is_required, "revoking the last one opens nothing"
+def test_a_service_that_runs_knows_at_once(tmp_path: Path) -> None:
+    store = tmp_path
+    tokens = known(store)
+    assert not tokens.is_required
+    secret, _ = create_token(store, "ci", TokenRole.SUBMIT)
+    assert tokens.is_required
+    holder = tokens.holder(secret.encode())
+    assert holder is not None
+    assert tokens.holder(secret.encode()) is holder, "what is told about it is told to one"
+    create_token(store, "other", TokenRole.READ)
+    assert tokens.holder(secret.encode()) is holder
+    told: list[str] = []
+    with holder.told(lambda: told.append("during")):
+        revoke_token(store, "ci")
+        assert tokens.holder(secret.encode()) is None
+        assert told == ["during"]
+    with holder.told(lambda: told.append("late")):
+        assert told == ["during", "late"]
+    revoke_token(store, "other")
+    assert tokens.is_required, "revoking the last one opens nothing"
 
 
 async def test_open_streams_hear_of_it_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_tokens, "REFRESH_SECONDS", 0.01)
-    store = tmp_path / STORE
+    store = tmp_path
     secret, _ = create_token(store, "ci", TokenRole.READ)
-    async with JobStore(store) as opened:
-        tokens = known(store)
-        async with tokens.kept(opened):
-            holder = tokens.holder(secret.encode())
-            assert holder is not None
-            ended = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            with holder.told(lambda: loop.call_soon_threadsafe(ended.set)):
-                revoke_token(store, "ci")
-                await ended.wait()
-    used = [token.last_used for token in list_tokens(store)]
-    assert used == [7.0], "uses are written at the end"
+    tokens = known(store)
+    async with tokens.kept():
+        holder = tokens.holder(secret.encode())
+        assert holder is not None
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        with holder.told(lambda: loop.call_soon_threadsafe(ended.set)):
+            revoke_token(store, "ci")
+            await ended.wait()
 
 
-def test_the_token_of_the_settings_needs_no_store(tmp_path: Path) -> None:
-    tokens = known(tmp_path / STORE, OWN)
+def test_a_token_is_valid_until_it_expires(tmp_path: Path) -> None:
+    now = 5.0
+    secret, record = create_token(tmp_path, "ci", TokenRole.READ, expires=9.0)
+    tokens = KnownTokens(tmp_path, None, clock=lambda: now)
+    holder = tokens.holder(secret.encode())
+    assert holder is not None
+    told: list[str] = []
+    with holder.told(lambda: told.append("expired")):
+        now = 9.0
+        tokens.refresh()
+        assert told == ["expired"]
+    assert tokens.holder(secret.encode()) is None
+    assert create_token(tmp_path, "ci", TokenRole.READ)[1] != record, "its name may be given again"
+
+
+def test_the_token_of_the_settings_needs_no_file(tmp_path: Path) -> None:
+    tokens = known(tmp_path, OWN)
     assert tokens.is_required
     holder = tokens.holder(OWN.encode())
     assert holder is not None
     assert (holder.name, holder.role) == ("service", TokenRole.OPERATE)
-    with pytest.raises(StoreError):
-        tokens.holder(b"another")
+    assert tokens.holder(b"another") is None
 
 
-def test_tokens_that_cannot_be_read_let_nobody_in(tmp_path: Path) -> None:
-    store = tmp_path / STORE
-    secret, _ = create_token(store, "ci", TokenRole.READ)
-    tokens = known(store)
+@pytest.mark.parametrize("content", ["", "{", "[{}]", '[{"name": "ci", "role": "all"}]', "3"])
+def test_tokens_that_cannot_be_read_let_nobody_in(tmp_path: Path, content: str) -> None:
+    secret, _ = create_token(tmp_path, "ci", TokenRole.READ)
+    tokens = known(tmp_path)
     assert tokens.holder(secret.encode()) is not None
-    create_token(store, "other", TokenRole.READ)
-    store.rename(tmp_path / "elsewhere")
-    with pytest.raises(StoreError):
-        tokens.holder(secret.encode())
+    (tmp_path / TOKENS).write_text(content)
+    for _ in range(2):
+        with pytest.raises(TokenFileError, match="cannot be read"):
+            tokens.holder(secret.encode())
+    with pytest.raises(TokenFileError):
+        create_token(tmp_path, "other", TokenRole.READ)
 
 
-def test_a_change_that_was_not_told_is_told_by_the_same_command_again(tmp_path: Path) -> None:
-    store = tmp_path / STORE
-    secret, _ = create_token(store, "ci", TokenRole.READ)
-    tokens = known(store)
-    assert tokens.holder(secret.encode()) is not None
-    with closing(sqlite3.connect(store)) as killed:  # After its commit.
-        killed.execute("UPDATE tokens SET revoked = 1")
-        killed.commit()
-    with pytest.raises(UnknownTokenError):
-        revoke_token(store, "ci")
-    assert tokens.holder(secret.encode()) is None
+def test_two_commands_do_not_lose_each_others_tokens(tmp_path: Path) -> None:
+    create_token(tmp_path, "ci", TokenRole.READ)
+    (tmp_path / f"{TOKENS}.new").touch()  # Another command writes it.
+    with pytest.raises(TokenFileError, match="another command writes it"):
+        create_token(tmp_path, "other", TokenRole.READ)
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +166,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     status, secret, told = run("create", "ci", "--role", "submit")
     assert status == 0
     assert "ci may submit" in told
-    holder = known(tmp_path / "new" / STORE).holder(secret.strip().encode())
+    holder = known(tmp_path / "new").holder(secret.strip().encode())
     assert holder is not None
     assert holder.name == "ci"
     assert "ci" in run("list")[1]

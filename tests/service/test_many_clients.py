@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from killing import curve
 from manager_helpers import ENTRY, make_settings, submission, until
 from torch import Generator, Tensor, nn
 
@@ -34,7 +35,6 @@ from store_helpers import check_history
 from asyncpipe.service.client import ApiError, JobClient
 from asyncpipe.service.http import serve_api
 from asyncpipe.service.job_states import JobState, Transition
-from asyncpipe.service.jobs.loss_file import read_losses
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.workload import Workload
@@ -203,7 +203,7 @@ def check(clients: list[Client], path: Path, histories: dict[str, tuple[Transiti
             assert states[-1] is JobState.CANCELLED or not cancelled
             ended[states[-1]] += 1
             if states[-1] is JobState.FINISHED:
-                steps = [row.step for row in read_losses(path / job, 0, 100)]
+                steps = [step for step, *_ in curve(path, job)]
                 assert steps == list(range(1, len(steps) + 1))
                 assert steps
     return ended
@@ -254,7 +254,7 @@ async def test_jobs_of_many_clients(tmp_path, capsys):
                     if IS_TRACED and len(counts) in (ROUNDS // 3 + 1, ROUNDS):
                         allocated.append(tracemalloc.take_snapshot())
         histories = {job: await service.history(job) for job in everybody}
-    ended = check(clients, tmp_path / "jobs", histories)
+    ended = check(clients, tmp_path, histories)
     assert sum(ended.values()) == JOBS // ROUNDS // CLIENTS * ROUNDS * CLIENTS
     assert ended["finished"]
     assert ended["cancelled"]

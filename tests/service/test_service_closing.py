@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 from manager_helpers import ENTRY, Fakes, make_settings, mlp, submission, until
 
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.jobs.job_log import Follower, JobEvent, JobLog, JobLogs
+from asyncpipe.service.jobs.job_log import Follower, JobLog, JobLogs
+from asyncpipe.service.store.job_records import JobEvent
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
@@ -19,12 +21,12 @@ pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 async def test_a_follower_whose_log_opens_while_the_service_closes_ends(tmp_path, monkeypatch):
     opening, closing, following = threading.Event(), threading.Event(), threading.Event()
-    open_log, close_logs, follow, close_store = JobLog.open, JobLogs.close, JobLog.follow, JobStore.__aexit__
+    make_folder, close_logs, follow, close_store = Path.mkdir, JobLogs.close, JobLog.follow, JobStore.__aexit__
 
-    def opens(log: JobLog) -> None:
+    def makes(folder: Path, **options: bool) -> None:  # In a thread, which the log waits for before it opens.
         opening.set()
         closing.wait(10)
-        open_log(log)
+        make_folder(folder, **options)
 
     def closes(logs: JobLogs) -> None:
         close_logs(logs)
@@ -55,7 +57,7 @@ async def test_a_follower_whose_log_opens_while_the_service_closes_ends(tmp_path
         while (await service.get(job.id)).state is not JobState.PAUSED:
             pass
         await until(lambda: service.manager.logs.of(job.id) is None)
-        monkeypatch.setattr(JobLog, "open", opens)
+        monkeypatch.setattr(Path, "mkdir", makes)
         follower = asyncio.create_task(told_to(service, job.id))
         await until(opening.is_set)
     assert set(await follower) == {"state"}

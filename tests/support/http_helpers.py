@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,16 +23,15 @@ from asyncpipe.observe import http_server
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.http import make_api, serve_api
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
-from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact
+from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact, event_lines, loss_lines
 from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
 from asyncpipe.service.jobs.job_folder import FilesOfJob
-from asyncpipe.service.jobs.job_log import JobEvent, LossRow
 from asyncpipe.service.jobs.last_view import PastView
 from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
-from asyncpipe.service.store.job_store import JobFilter, JobStore
-from asyncpipe.service.store.keeping_queries import delete_job
+from asyncpipe.service.store.job_records import JobEvent, LossRow
+from asyncpipe.service.store.job_store import JobFilter, JobStore, make_id
 from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import check_new_schedule, check_submission
@@ -87,7 +87,7 @@ class FakeService:
 
     def __post_init__(self) -> None:
         self.entries = Entries({ENTRY: build})
-        self.tokens = KnownTokens(self.store.path, self.settings.token)
+        self.tokens = KnownTokens(self.settings.folder, self.settings.token)
         self.views: dict[str, LiveView] = {}
         self.rows: dict[str, list[LossRow]] = {}
         self.known: dict[str, Outlook] = {}
@@ -130,14 +130,14 @@ class FakeService:
     async def fork(self, job: str, from_step: int | None = None, changes: Any = None) -> JobRecord:
         record = await self.get(job)
         spec = changed_spec(record, changes or {}, self.settings, self.entries, fixed=("entry",))
-        return (await self.store.add(spec, forked_from=job))[0]
+        return await self.store.fork(make_id(time.time()), spec, job, 0)
 
     async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
         record = await self.get(job)
         if record.state not in FINAL_STATES:
             raise JobStateError(job, record.state, "be deleted before it has ended")
         if not dry_run:
-            await self.store.thread.run(lambda db: delete_job(db, job), writes=True)
+            await self.store.delete(job)
         return record, FilesOfJob(3, 1000, (2, 4))
 
     async def become(self, job: str, to: JobState, cause: str = "because") -> JobRecord:
@@ -196,13 +196,18 @@ class FakeService:
     async def open_artifact(
         self, job: str, name: str, step: int | None = None, redact: Callable[[str], str] = str
     ) -> OpenArtifact:
-        return (await self._files(job)).open(name, step, self.told.get(job, []), redact)
+        is_table = name == "losses.csv"
+        parts = [b"step,loss,learning_rate,seconds,tokens\r\n"] if is_table else []
+        parts.append(loss_lines(self.rows.get(job, []), as_csv=is_table))
+        if name.startswith("log"):
+            parts = [event_lines(self.told.get(job, []), redact)]
+        return (await self._files(job)).open(name, step, parts)
 
     async def _files(self, job: str) -> JobFiles:
         await self.store.get(job)
         folder = self.settings.folder / "jobs" / job
         folder.mkdir(parents=True, exist_ok=True)
-        return JobFiles(folder)
+        return JobFiles(folder, has_losses=job in self.rows)
 
     def tell(self, job: str, kind: Any, **data: Any) -> None:
         """An event for those who follow."""

@@ -30,7 +30,8 @@ from store_helpers import check_history
 
 from asyncpipe.service.client import ApiError, JobClient, ServerEvent, UnreachableError
 from asyncpipe.service.job_states import JobState, Transition
-from asyncpipe.service.jobs.loss_file import read_losses
+from asyncpipe.service.store.database import STORE, open_beside
+from asyncpipe.service.store.job_records import read_losses
 from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.snapshots.resume import snapshots_in
 
@@ -201,12 +202,11 @@ class Told:
             there = {event.id: event for event in client.events(job) if event.kind != "step"}
             for number, event in told.items():
                 assert there.get(number) == event, f"event {number} was {event}, and is {there.get(number)}"
-            numbers = [event.data["number"] for event in there.values() if event.kind == "state"]
-            assert numbers == list(range(1, len(self.histories[job]) + 1)), "transitions are not in the log once each"
-            for event in there.values():
-                if event.kind == "state":
-                    transition = self.histories[job][event.data["number"] - 1]
-                    assert (event.data["to"], event.data["from"]) == (transition["to"], transition["from"])
+            states = [
+                (event.id, event.data["from"], event.data["to"]) for event in there.values() if event.kind == "state"
+            ]
+            wanted = [(each["sequence"], each["from"], each["to"]) for each in self.histories[job]]
+            assert states == wanted, "transitions are not in the log once each"
         return sum(map(len, self.events.values()))
 
     def check_snapshots(self, jobs: Path, all_stay: set[str]) -> int:
@@ -256,8 +256,9 @@ class Watch(Thread):
 
 
 def curve(state: Path, job: str) -> list[tuple[int, float, float, int]]:
-    """Every step of the job, as its file has it: number, loss, learning rate, tokens."""
-    rows = read_losses(state / "jobs" / job, 0, 10**6)
+    """Every step of the job, as the store has it: number, loss, learning rate, tokens."""
+    with open_beside(state / STORE) as connection:
+        rows = read_losses(connection, job, 0, 10**6)
     return [(row.step, row.loss, row.learning_rate, row.tokens) for row in rows]
 
 

@@ -19,7 +19,7 @@ from asyncpipe.observe.live.event_streams import EventStream, EventStreams
 from asyncpipe.service.http.models import EventAnswer
 from asyncpipe.service.http.rate_limits import StreamLimit
 from asyncpipe.service.http.redact import Redactor
-from asyncpipe.service.jobs.job_log import JobEvent
+from asyncpipe.service.store.job_records import JobEvent
 
 __all__ = ["EVENT", "JobEventStreams"]
 

@@ -161,7 +161,7 @@ def _summary(record: JobRecord, outlook: Outlook, redact: Redactor, longest: int
         **{name: getattr(record.spec, name) for name in of_spec},
         "tags": list(record.spec.tags),
         "cause": redact(record.cause, longest),
-        "schedule": record.schedule or record.spec.table("pipeline").get("schedule"),
+        "schedule": record.schedule,
         "steps": record.spec.table("training").get("steps"),
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
     }

@@ -42,6 +42,7 @@ from asyncpipe.service.store.job_store import (
     UnknownJobError,
 )
 from asyncpipe.service.submission.submission import SubmissionError
+from asyncpipe.service.token_roles import TokenFileError
 
 __all__ = ["CatchProblems", "Problem", "draining", "invalid", "problem_of"]
 
@@ -148,6 +149,9 @@ def problem_of(error: BaseException, redact: Redactor) -> Problem | None:
             return Problem(507, "job-folder", detail)
         case StoreError():
             return _store_problem(error)
+        case TokenFileError():
+            _logger.error("%s", error)
+            return Problem(503, "tokens", "who may use the service is not known now; the log of the service says why")
         case ScheduleError():
             return invalid(("schedule", redact(str(error), 300)))
         case JobSpecError() | OptionError():

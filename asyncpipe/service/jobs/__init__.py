@@ -16,7 +16,7 @@
                            its state
     outlook.py             how fast a job goes, when it will be done, for what it waits
     last_view.py           what the live page of a job shows when it does not run
-    job_log.py             the events of a job for those who follow it; loss_file.py: its loss curve
+    job_log.py             the events and steps of a job, for the store and for those who follow it
     service_metrics.py     the metrics of the service
 
 May import ``store``, ``submission`` and ``settings``; knows nothing of HTTP.

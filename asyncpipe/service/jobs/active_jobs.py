@@ -30,7 +30,6 @@ from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_queue import JobQueue
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import MOST_FAILED, ServiceMetrics
-from asyncpipe.service.store.changes import last_failures, newest_transition, transitions_after
 from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError
 from asyncpipe.service.submission.submission import check_new_schedule
 
@@ -76,16 +75,12 @@ class ActiveJobs:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def load(self, *, most_crashes: int, resume: bool) -> tuple[JobRecord, ...]:
-        """Load the jobs that the last process left; returns those that were running. Arguments as ``recover``.
+        """Load the jobs that the last process left; returns those that this has changed. Arguments as ``recover``.
 
         Raises ``StoreError``.
         """
-        before = await self.store.thread.run(newest_transition, writes=False)
         recovered = await self.store.recover(most_crashes=most_crashes, resume=resume)
-        found = await self.store.thread.run(
-            lambda db: transitions_after(db, before, tuple(JobState), PAGE, PAGE), writes=False
-        )
-        for _, record in found.rows:
+        for record in recovered:
             log_recovered(record)
         queued = JobFilter(frozenset({JobState.QUEUED}))
         page = await self.store.list(queued, limit=PAGE)
@@ -94,7 +89,7 @@ class ActiveJobs:
                 self._enqueue(record)
             page = await self.store.list(queued, limit=PAGE, after=page[-1].id)
         self._metrics.there_are(await self.store.count())
-        self._metrics.have_failed(await self.store.thread.run(lambda db: last_failures(db, MOST_FAILED), writes=False))
+        self._metrics.have_failed(await self.store.last_failures(MOST_FAILED))
         return recovered
 
     # Transitions

@@ -3,8 +3,8 @@
 ::
 
     model.pt, model-N.pt          of a snapshot, the newest one unless a step is named: the snapshot's own file
-    losses.jsonl, losses.csv      each step once, in order
-    log.jsonl                     states, notes and snapshots
+    losses.jsonl, losses.csv      each step once, in order: from the store
+    log.jsonl                     states, notes and snapshots: from the store
     trace.json, timeline.svg      the last steps of its last run, or of the one under way
 
 A name is looked up among those that there are and becomes no path. What is opened does not change any more: a
@@ -24,17 +24,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.trace import to_chrome
-from asyncpipe.service.jobs import loss_file
-from asyncpipe.service.jobs.job_log import JobEvent
+from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.train.snapshots.format import Manifest, read_manifest
 from asyncpipe.train.snapshots.resume import snapshots_in
 
@@ -47,6 +46,8 @@ __all__ = [
     "JobFiles",
     "OpenArtifact",
     "UnknownArtifactError",
+    "event_lines",
+    "loss_lines",
 ]
 
 TRACE, TIMELINE = "trace.json", "timeline.svg"
@@ -60,16 +61,11 @@ MEDIA = {
 MODEL = re.compile(r"model(?:-(0|[1-9][0-9]*))?\.pt")
 """The model's file, or those of its stages, as a snapshot's manifest names them."""
 BLOCK = 64 * 1024
-"""Bytes of a loss file that are converted at once: short, since it holds the interpreter."""
+"""Bytes of a file that are copied at once."""
 EVENTS = 1000
 """Of a trace, that are written at once."""
 TRIES = 3
 """How often a snapshot is looked up that was removed before it could be opened."""
-
-_ROW = re.compile(
-    rb'\{"step": ([0-9]+), "loss": ([^,{}\n]+), "learning_rate": ([^,{}\n]+), '
-    rb'"seconds": ([^,{}\n]+), "tokens": ([0-9]+)\}\n'
-)
 
 
 class UnknownArtifactError(AsyncpipeError, LookupError):
@@ -130,6 +126,8 @@ class JobFiles:
     """The last steps of the run under way."""
     title: str = ""
     """The job's name."""
+    has_losses: bool = False
+    """Whether the store has steps of it."""
 
     def found(self) -> list[Artifact]:
         """All artifacts, the models of all snapshots among them, newest first. Raises ``ArtifactError``."""
@@ -141,19 +139,18 @@ class JobFiles:
         self,
         name: str,
         step: int | None = None,
-        events: Sequence[JobEvent] = (),
-        redact: Callable[[str], str] = str,
+        parts: Iterable[bytes] = (),
     ) -> OpenArtifact:
         """The artifact ``name``; of a model, that of the snapshot after ``step``, by default the newest.
 
-        ``events`` are those of the log, whose texts go through ``redact``. Raises ``UnknownArtifactError``, and
+        ``parts`` are the content of one whose rows are in the store. Raises ``UnknownArtifactError``, and
         ``ArtifactError`` if the disk fails or is full.
         """
         try:
             if MODEL.fullmatch(name):
                 return self._open_model(name, step)
             if step is None and self._there().get(name):
-                return self._made(name, self._parts(name, events, redact))
+                return self._made(name, self._parts(name, parts))
         except FileNotFoundError:
             pass  # Deleted meanwhile.
         except OSError as error:
@@ -164,10 +161,9 @@ class JobFiles:
 
     def _there(self) -> Mapping[str, bool]:
         """The artifacts other than models, and whether they are there."""
-        losses = (self.folder / loss_file.NAME).exists()
         return {
-            "losses.jsonl": losses,
-            "losses.csv": losses,
+            "losses.jsonl": self.has_losses,
+            "losses.csv": self.has_losses,
             "log.jsonl": True,
             TRACE: bool(self.records) or (self.folder / TRACE).exists(),
             TIMELINE: bool(self.records) or (self.folder / TIMELINE).exists(),
@@ -205,11 +201,9 @@ class JobFiles:
 
     # What is made
 
-    def _parts(self, name: str, events: Sequence[JobEvent], redact: Callable[[str], str]) -> Iterator[bytes]:
-        if name.startswith("losses"):
-            return _losses(self.folder, as_csv=name.endswith(".csv"))
-        if name.startswith("log"):
-            return map(partial(_log_line, redact=redact), events)
+    def _parts(self, name: str, parts: Iterable[bytes]) -> Iterable[bytes]:
+        if name.startswith(("losses", "log")):
+            return parts
         if not self.records:
             return _copied(self.folder / name)
         if name == TRACE:
@@ -254,21 +248,22 @@ def _stage(name: str) -> int:
     return int(found[1] or 0) if found else 0
 
 
-def _losses(folder: Path, *, as_csv: bool) -> Iterator[bytes]:
-    """The rows of the loss file in order, each step once: a file that a run repairs meanwhile makes no other ones."""
+def loss_lines(rows: Sequence[LossRow], *, as_csv: bool) -> bytes:
+    """Rows of ``losses.csv`` or lines of ``losses.jsonl``, in which infinite numbers and NaN are texts."""
     if as_csv:
-        yield ",".join(loss_file.LossRow._fields).encode() + b"\r\n"
-    last, rest = 0, b""
-    with (folder / loss_file.NAME).open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            text, rows, end = rest + block, list[bytes](), 0
-            for row in _ROW.finditer(text):
-                end = row.end()
-                if (step := int(row[1])) > last:
-                    last = step
-                    rows.append(b",".join(row.groups()).replace(b'"', b"") + b"\r\n" if as_csv else row[0])
-            rest = text[max(end, text.rfind(b"\n") + 1) :][-loss_file.LONGEST :]
-            yield b"".join(rows)
+        return "".join(f"{','.join(map(repr, row))}\r\n" for row in rows).encode()
+    tables = ({key: value if isfinite(value) else repr(value) for key, value in row._asdict().items()} for row in rows)
+    return "".join(f"{json.dumps(table)}\n" for table in tables).encode()
+
+
+def event_lines(events: Sequence[JobEvent], redact: Callable[[str], str]) -> bytes:
+    """Lines of ``log.jsonl``; texts go through ``redact``."""
+    tables = (
+        {**asdict(event), "data": {key: redact(value) if isinstance(value, str) else value
+                                   for key, value in event.data.items()}}
+        for event in events
+    )  # fmt: skip
+    return "".join(f"{json.dumps(table, default=str)}\n" for table in tables).encode()
 
 
 def _trace(records: Sequence[StepRecord]) -> Iterator[bytes]:
@@ -280,12 +275,6 @@ def _trace(records: Sequence[StepRecord]) -> Iterator[bytes]:
         text = json.dumps(events[first : first + EVENTS], separators=(",", ":"))
         yield (b"," if first else b"") + text[1:-1].encode()
     yield b"]}"
-
-
-def _log_line(event: JobEvent, redact: Callable[[str], str]) -> bytes:
-    table: dict[str, Any] = asdict(event)
-    table["data"] = {key: redact(value) if isinstance(value, str) else value for key, value in event.data.items()}
-    return json.dumps(table, default=str).encode() + b"\n"
 
 
 def _copied(path: Path) -> Iterator[bytes]:

@@ -28,7 +28,6 @@ from asyncpipe.service.jobs.job_folder import (
     folder_errors,
 )
 from asyncpipe.service.store.job_store import make_id
-from asyncpipe.service.store.keeping_queries import delete_job, fork_job, retry_job
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["EndedJobs"]
@@ -58,9 +57,7 @@ class EndedJobs:
             if before.state not in FINAL_STATES or JobState.QUEUED not in TRANSITIONS[before.state]:
                 raise JobStateError(job, before.state, "be retried")
             await self._check_step(before, from_step)
-            after = await store.thread.run(
-                lambda db: retry_job(db, job, self._clock(), cause, from_step, spec, self._most_queued), writes=True
-            )
+            after = await store.retry(job, cause, from_step, spec, most_queued=self._most_queued)
             self._active.take_in(before.state, after)
             return after
 
@@ -81,9 +78,7 @@ class EndedJobs:
 
         try:
             step = await in_thread(make)
-            record = await store.thread.run(
-                lambda db: fork_job(db, new, spec, self._clock(), job, step, self._most_queued), writes=True
-            )
+            record = await store.fork(new, spec, job, step, most_queued=self._most_queued)
         except BaseException:
             await in_thread(lambda: shutil.rmtree(copy, ignore_errors=True))
             raise
@@ -120,7 +115,7 @@ class EndedJobs:
             found = await in_thread(lambda: files_of(folder))
             await in_thread(lambda: rename(folder, aside))
             try:
-                record = await store.thread.run(lambda db: delete_job(db, job), writes=True)
+                record = await store.delete(job)
             except BaseException:
                 await in_thread(lambda: rename(aside, folder))
                 raise

@@ -2,7 +2,7 @@
 
 ::
 
-    jobs/ID/               snapshots/, losses.jsonl, events.jsonl …
+    jobs/ID/               snapshots/, last_step.json.gz, trace.json …
     jobs/ID.deleted/       of a job that is being deleted
     jobs/ID.forking/       of a copy that the store does not know yet
 
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError, OptionError
-from asyncpipe.service.jobs.loss_file import copy_losses
 from asyncpipe.train.snapshots.format import manifest_checksum
 from asyncpipe.train.snapshots.resume import snapshots_in
 
@@ -145,8 +144,8 @@ def check_step(job: str, folder: Path, step: int | None, recorded: str | None) -
 def copy_job(folder: Path, to: Path, step: int | None, name: str) -> int:
     """Make ``to`` the folder of a copy of the job in ``folder``; the step that it goes on from.
 
-    It has the snapshot of ``step``, or the newest, as one of a job called ``name``, and the losses until there. Files
-    of the snapshot are links where the disk has them, since they never change. Raises ``OSError``.
+    It has the snapshot of ``step``, or the newest, as one of a job called ``name``. Files of the snapshot are links
+    where the disk has them, since they never change. Raises ``OSError``.
     """
     for left in reversed(range(TRIES)):
         found = newest_step(folder) if step is None else step
@@ -155,7 +154,6 @@ def copy_job(folder: Path, to: Path, step: int | None, name: str) -> int:
             to.mkdir(mode=0o700)
             if found:
                 _copy_snapshot(folder / SNAPSHOTS / f"step-{found}", to / SNAPSHOTS / f"step-{found}", name)
-                copy_losses(folder, to, found)
         except FileNotFoundError:  # A job that runs has removed it.
             if not left or step is not None:
                 raise

@@ -26,10 +26,11 @@ from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.jobs.artifacts import TIMELINE, TRACE
 from asyncpipe.service.jobs.job_lines import log_note
-from asyncpipe.service.jobs.job_log import JobLog, LossRow
-from asyncpipe.service.jobs.last_view import earlier_steps, keep_view
+from asyncpipe.service.jobs.job_log import JobLog
+from asyncpipe.service.jobs.last_view import MOST, keep_view, steps_of_view
 from asyncpipe.service.jobs.outlook import Pace
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, failure
+from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
@@ -132,7 +133,10 @@ class JobRun:
         self._log = log
         reports = asyncio.create_task(self._report(), name=f"asyncpipe reports of {self.record.id}")
         try:
-            self._earlier = await self._on_disk(lambda: earlier_steps(log.folder)) or []
+            try:
+                self._earlier = steps_of_view(await self._store.spread_losses(self.record.id, MOST))
+            except AsyncpipeError as error:  # The page does without.
+                self.noted(logging.WARNING, f"its page cannot show its first steps: {error}")
             self._started = True
             return await self._train(make, make_workload, options)
         finally:
@@ -267,7 +271,7 @@ class JobRun:
         self.noted(logging.INFO, f"started on {', '.join(run.devices)}, {run.parameters:,} parameters")
 
     def stepped(self, progress: StepProgress) -> None:
-        """A step has ended; it is in the log when this returns, and in the store soon."""
+        """A step has ended; it is in the log when this returns, and in the store within a second."""
         if self._log is not None:
             rate, seconds = progress.learning_rate, progress.seconds
             self._log.step(LossRow(progress.step, progress.loss, rate, seconds, progress.tokens))
@@ -314,7 +318,9 @@ class JobRun:
         self._news.set()
 
     async def keep(self) -> None:
-        """Losses are in their file when ``stepped`` returns."""
+        """Return when the losses until now are in the store."""
+        if self._log is not None:
+            await self._log.flush()
 
     def _write_trace(self, folder: Path) -> None:
         """Write the last steps beside the job's log. Blocks."""
@@ -357,6 +363,7 @@ class JobRun:
         await self._report_now()
         if self._timer is not None:
             self._timer.cancel()
+        await self.keep()
 
 
 def _share_of(record: JobRecord) -> Share:

@@ -1,7 +1,7 @@
 """What the live page of a job shows when it does not run: its losses, and the last step of its last run.
 
 A run that ends writes ``last_step.json.gz`` into its job's folder: the timeline and the key figures of its last step,
-as the live page gets them. The losses are in their own file, which is complete also after a kill.
+as the live page gets them. The losses are in the store, which is complete also after a kill.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.job_states import JobRecord
-from asyncpipe.service.jobs.loss_file import LossRow, read_losses, spread_losses
+from asyncpipe.service.store.job_records import LossRow
 
-__all__ = ["PastView", "earlier_steps", "keep_view", "past_view"]
+__all__ = ["MOST", "RECENT", "PastView", "keep_view", "past_view", "steps_of_view"]
 
 NAME = "last_step.json.gz"
 KEPT = ("step", "timeline", "workers", "bubbles", "spoiled")
@@ -57,26 +57,23 @@ def keep_view(folder: Path, view: LiveView) -> None:
     new.replace(folder / NAME)
 
 
-def earlier_steps(folder: Path) -> list[tuple[int, float, float, int, int]]:
-    """The steps of a job's runs so far for ``LiveView.go_on``. Blocks. Raises ``OSError``."""
-    return [_step(row) for row in spread_losses(folder, MOST)]
+def steps_of_view(rows: Sequence[LossRow]) -> list[tuple[int, float, float, int, int]]:
+    """The steps of a job's runs so far for ``LiveView.go_on``."""
+    return [(row.step, row.loss, row.seconds, 0, row.tokens) for row in rows]
 
 
-def past_view(record: JobRecord, folder: Path) -> PastView:
-    """The view of the job of ``record``, which does not run. Blocks. Raises ``OSError``."""
+def past_view(record: JobRecord, folder: Path, rows: Sequence[LossRow], recent: Sequence[LossRow]) -> PastView:
+    """The view of the job of ``record``, which does not run. Blocks.
+
+    ``rows`` are up to ``MOST`` of its steps, evenly spread, and ``recent`` the last ``RECENT``.
+    """
     steps = record.spec.table("training").get("steps")
     view = PastView(record.spec.name, steps if isinstance(steps, int) else None, _kept(folder))
-    rows = spread_losses(folder, MOST)
-    if rows:
-        begin = max(rows[-1].step - RECENT, 0)
-        view.go_on(begin, [_step(row) for row in rows])
-        for row in read_losses(folder, begin, RECENT):
-            view.training_step(*_step(row)[1:2], 0, row.tokens, row.seconds)
+    if recent:
+        view.go_on(recent[0].step - 1, steps_of_view(rows))
+        for row in recent:
+            view.training_step(row.loss, 0, row.tokens, row.seconds)
     return view
-
-
-def _step(row: LossRow) -> tuple[int, float, float, int, int]:
-    return row.step, row.loss, row.seconds, 0, row.tokens
 
 
 def _kept(folder: Path) -> dict[str, Any]:

@@ -21,9 +21,7 @@ from pathlib import Path
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.job_folder import job_folders, newest_step, set_aside_after, tidy_folders
-from asyncpipe.service.jobs.loss_file import NAME as LOSSES
 from asyncpipe.service.store.job_store import JobStore
-from asyncpipe.service.store.keeping_queries import StoredJob, stored_jobs
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["LostStateError", "check_before_opening", "check_state", "make_ready", "what_is_lost"]
@@ -60,14 +58,14 @@ async def check_state(store: JobStore, jobs: Path, *, refuse: bool) -> None:
     Ends what a kill has left half done. Quarantines jobs that have not ended and whose snapshots are gone. Raises
     ``LostStateError`` where it is more than single jobs, unless ``refuse`` is false: that is logged then.
     """
-    known = await store.thread.run(stored_jobs, writes=False)
+    known = await store.every()
     lost = await in_thread(lambda: _compare(known, jobs, refuse=refuse))
     for job, found in lost:
         _logger.error("job %s is quarantined: %s", job.id, found)
         await store.transition(job.id, JobState.QUARANTINED, found, expect=job.state)
 
 
-def _compare(known: Sequence[StoredJob], jobs: Path, *, refuse: bool) -> list[tuple[StoredJob, str]]:
+def _compare(known: Sequence[JobRecord], jobs: Path, *, refuse: bool) -> list[tuple[JobRecord, str]]:
     """The jobs to quarantine, and why. Blocks."""
     ids = {job.id for job in known}
     tidy_folders(jobs, ids)
@@ -105,7 +103,7 @@ def make_ready(folder: Path, record: JobRecord) -> tuple[str | None, str]:
     return None, older and f"; {older}"
 
 
-def what_is_lost(folder: Path, job: StoredJob | JobRecord) -> str | None:
+def what_is_lost(folder: Path, job: JobRecord) -> str | None:
     """Why ``job`` cannot go on, since its snapshots in ``folder`` are gone; ``None`` if it can. Blocks."""
     if job.snapshot is None or newest_step(folder):
         return None
@@ -117,12 +115,9 @@ def what_is_lost(folder: Path, job: StoredJob | JobRecord) -> str | None:
 def _what_is_older(folder: Path, job: JobRecord) -> str:
     """What ``job`` has lost and can do without, as a sentence; empty if nothing is. Blocks."""
     newest = newest_step(folder)
-    found = []
     if job.snapshot is not None and job.snapshot.startswith("step-") and newest < int(job.snapshot[5:]):
-        found.append(f"its snapshot {job.snapshot} is gone, so it goes on from step-{newest}")
-    if newest and not (folder / LOSSES).exists():
-        found.append(f"its losses until step {newest} are gone")
-    return "; ".join(found)
+        return f"its snapshot {job.snapshot} is gone, so it goes on from step-{newest}"
+    return ""
 
 
 def _count(folders: Sequence[str] | set[str]) -> str:

@@ -86,7 +86,7 @@ class Manager:
         """``store`` is open, and its owner closes it. ``make_trainer`` and ``measure`` are for tests."""
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
-        self.logs = JobLogs(settings.folder / "jobs", self._log_failed)
+        self.logs = JobLogs(store, settings.folder / "jobs", self._log_failed)
         self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._forget, self._is_suspect)
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
         launcher = RayWorkers(**settings.ray.model_dump()) if settings.workers == "ray" else settings.workers
@@ -186,7 +186,7 @@ class Manager:
             return "the job scheduler has failed"
         if self.pool.is_broken:
             return "the task scheduler has failed"
-        return None if self.jobs.store.thread.is_alive else "the job store's thread has ended"
+        return None if self.jobs.store.is_alive else "the job store's thread has ended"
 
     def waits_for(self, job: str) -> str | None:
         """Why a queued job has not started, or a running one does not train; ``None`` for any other. On the loop."""
@@ -328,7 +328,7 @@ class Manager:
         job = run.record.id
 
         try:
-            async with self.logs.use(job, lambda: self.jobs.store.history(job)) as log:
+            async with self.logs.use(job) as log:
                 await self._end(run, await self._run(run, make_workload, log))
         except StoreError as error:  # The log could not be opened: the run has not started.
             await self._end(run, RunOutcome(RunEnding.FAILED, str(error)))

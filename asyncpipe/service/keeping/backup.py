@@ -1,11 +1,13 @@
-"""Makes a backup of a service's folder while the service runs, or when it does not.
+"""Makes a backup of a service's folder while the service runs or when it does not, and a folder from a backup.
 
-The backup is made by a process of its own, which asks nothing of the service, so it also works for one that hangs. It
-has a state that the service could have been killed in, and from which it would have gone on with the same bits::
+A backup is a tar archive. It is made by a process of its own, which asks nothing of the service, so it also works for
+one that hangs. It has a state that the service could have been killed in, and from which it would have gone on with the
+same bits::
 
-    store      first, as one state of all jobs      so all that it has told of was on disk before
-    snapshots  each is opened as a whole            those that the store names, or newer ones
-    losses     behind the snapshots                 they have each step of the snapshots, or are read once more
+    1. the store is copied, as one state of all jobs     so all that it has told of was on disk before
+    2. each snapshot is added as a whole                 those that the store names, or newer ones
+    3. the copy gets the losses until the snapshots      since newer snapshots have newer losses
+    4. the copy of the store is added last               an archive without it is cut off
 
 A snapshot that the service removes meanwhile is read to its end, since its files are open. Jobs that were submitted
 after the backup has begun are not in it.
@@ -13,34 +15,36 @@ after the backup has begun are not in it.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import sqlite3
 import stat
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+import tarfile
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from shutil import copyfileobj
-from tempfile import NamedTemporaryFile, TemporaryFile
-from typing import IO
+from tempfile import TemporaryDirectory
 
-from asyncpipe import __version__
-from asyncpipe.errors import OptionError
-from asyncpipe.service.jobs.loss_file import LONGEST, LossRow
-from asyncpipe.service.jobs.loss_file import NAME as LOSSES
-from asyncpipe.service.keeping.archive import ArchiveWriter, BackupError
-from asyncpipe.service.store.database import STORE, open_beside
+from asyncpipe.errors import AsyncpipeError, OptionError
+from asyncpipe.service.jobs.job_folder import SNAPSHOTS
+from asyncpipe.service.store.database import STORE, StoreError, check_store, open_beside
+from asyncpipe.service.token_roles import TOKENS
 from asyncpipe.train.snapshots.format import FolderError, read_manifest
 from asyncpipe.train.snapshots.resume import snapshots_in
 from asyncpipe.train.snapshots.sync_folder import sync_folder
 
-__all__ = ["BackupSummary", "SnapshotsWanted", "back_up"]
+__all__ = ["BackupError", "BackupSummary", "SnapshotsWanted", "back_up", "restore"]
 
-TRIES = 10
-"""How often a file that the service changes meanwhile is read."""
 LOGS = ("audit.jsonl", "audit.jsonl.1", "refused.jsonl", "refused.jsonl.1")
-SNAPSHOTS = "snapshots"
+
+
+class BackupError(AsyncpipeError, RuntimeError):
+    """A backup cannot be made or restored; the message says what is wrong and what would be right.
+
+    Nothing is left of what was begun.
+    """
 
 
 class SnapshotsWanted(StrEnum):
@@ -50,8 +54,7 @@ class SnapshotsWanted(StrEnum):
     NEWEST = "newest"
     """Enough to go on from."""
     NONE = "none"
-    """Jobs that have not ended are quarantined by a service that is restored from it, since it must not begin them
-    anew by itself."""
+    """A service that is restored from it quarantines jobs that had snapshots and have not ended."""
 
 
 @dataclass(slots=True)
@@ -61,176 +64,176 @@ class BackupSummary:
     path: Path
     jobs: int = 0
     snapshots: int = 0
-    files: int = 0
     size: int = 0
     """Of the backup, in bytes."""
     problems: list[str] = field(default_factory=list)
     """What was damaged or missing before; the backup has all else."""
 
 
-def back_up(
-    folder: Path,
-    to: Path,
-    snapshots: SnapshotsWanted = SnapshotsWanted.ALL,
-    progress: Callable[[str], object] = lambda job: None,
-) -> BackupSummary:
+def back_up(folder: Path, to: Path, snapshots: SnapshotsWanted = SnapshotsWanted.ALL) -> BackupSummary:
     """Write a backup of the service in ``folder`` to the file ``to``, which must not be there. Blocks.
 
     The file appears when it is complete and on disk, with mode 0600: it has what clients submitted, and the hashes of
-    tokens. ``progress`` is called with each job. Raises ``BackupError``, and ``StoreError`` where the store cannot be
-    read; a file that was begun is removed then.
+    tokens. Raises ``BackupError``, and ``StoreError`` where the store cannot be read; a file that was begun is removed
+    then.
     """
     beside = to.with_name(f"{to.name}.incomplete")
     if to.exists() or beside.exists():
         there = to if to.exists() else beside
         advice = "name another file" if to.exists() else "another backup writes it, or was killed: remove it"
         raise BackupError(f"{there} is there already; {advice}")
+    summary = BackupSummary(to)
     try:
         with ExitStack() as stack:
             file = stack.enter_context(open(beside, "xb", opener=_private))
             stack.callback(beside.unlink, missing_ok=True)
-            summary = _Backup(folder, to, snapshots, ArchiveWriter(file), progress).run()
+            scratch = Path(stack.enter_context(TemporaryDirectory(dir=to.parent, prefix=".asyncpipe-")))
+            with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+                _fill(tar, folder, scratch / STORE, snapshots, summary)
             file.flush()
             os.fsync(file.fileno())
             summary.size = file.tell()
             beside.rename(to)
         sync_folder(to.parent)
     except OSError as error:
-        where = error.filename or to
-        raise BackupError(f"no backup was made: {where}: {error.strerror or error}") from error
+        raise BackupError(f"no backup was made: {error.filename or to}: {error.strerror or error}") from error
     return summary
 
 
-class _Backup:
-    def __init__(
-        self, folder: Path, to: Path, wanted: SnapshotsWanted, archive: ArchiveWriter, progress: Callable[[str], object]
-    ) -> None:
-        self._folder = folder
-        self._scratch = to.parent
-        self._wanted = wanted
-        self._archive = archive
-        self._progress = progress
-        self._summary = BackupSummary(to)
-
-    def run(self) -> BackupSummary:
-        with NamedTemporaryFile(dir=self._scratch, prefix=".asyncpipe-", suffix=f".{STORE}") as copy:
-            jobs = _copied_store(self._folder / STORE, Path(copy.name))
-            with Path(copy.name).open("rb") as file:
-                self._add(STORE, file)
-        for job, attempts in jobs:
-            self._progress(job)
-            self._add_job(job, was_started=attempts > 0)
-        self._summary.jobs = len(jobs)
-        for name in LOGS:
-            if (self._folder / name).is_file():
-                self._add_lines(self._folder / name, name)
-        about = {"asyncpipe": __version__, "jobs": len(jobs), "snapshots": str(self._wanted)}
-        with TemporaryFile(dir=self._scratch) as scratch:
-            self._archive.finish(about, scratch)
-        return self._summary
-
-    def _add_job(self, job: str, *, was_started: bool) -> None:
-        folder = self._folder / "jobs" / job
-        if not folder.is_dir():
-            if was_started:
-                self._summary.problems.append(f"job {job} was started, and {folder} is not there")
-            return
-        step = self._add_snapshots(folder / SNAPSHOTS) if self._wanted is not SnapshotsWanted.NONE else 0
-        self._add_folder(folder, step)
-
-    def _add_folder(self, folder: Path, step: int) -> None:
-        """Add the files of a job, but for its snapshots, of which the newest is of ``step``."""
-        for path in sorted(folder.iterdir()):
-            if path.name.endswith(".incomplete") or path.name == SNAPSHOTS:
-                continue
-            name = path.relative_to(self._folder).as_posix()
-            try:
-                if path.is_dir():
-                    self._add_folder(path, 0)
-                elif path.name.endswith(".jsonl"):
-                    self._add_lines(path, name, step if path.name == LOSSES else 0)
-                elif path.is_file():
-                    with path.open("rb") as file:
-                        self._add(name, file)
-            except FileNotFoundError:
-                continue  # The service has removed it meanwhile.
-
-    def _add(self, name: str, file: IO[bytes]) -> str:
-        self._summary.files += 1
-        return self._archive.add(name, file, os.fstat(file.fileno()).st_size)
-
-    # Lines
-
-    def _add_lines(self, path: Path, name: str, step: int = 0) -> None:
-        """Add whole lines of a file that the service may be writing to; of losses, at least those up to ``step``."""
-        for attempt in range(1, TRIES + 1):
-            with path.open("rb") as file, TemporaryFile(dir=self._scratch) as copy:
-                copyfileobj(file, copy)
-                last = _cut_to_lines(copy)
-                if last < step and attempt < TRIES:
-                    continue  # A run that resumes has cut it off, and writes it anew.
-                if last < step:
-                    self._summary.problems.append(f"{path} ends with step {last}, before the snapshot of step {step}")
-                copy.seek(0)
-                self._add(name, copy)
-                return
-
-    # Snapshots
-
-    def _add_snapshots(self, folder: Path) -> int:
-        """Add what is wanted of the snapshots in ``folder``; the step of the newest one that was added, or 0."""
-        newest, tried = 0, set[str]()
-        while True:
-            # Newest first; all of them may be gone before they are opened, and then newer ones are there.
-            there = [path for path in snapshots_in(folder) if path.name not in tried] if folder.is_dir() else []
-            for path in reversed(there):
-                if newest and self._wanted is SnapshotsWanted.NEWEST:
-                    break
-                newest = max(newest, self._add_snapshot(path))
-                tried.add(path.name)
-            if newest or not there:
-                break
-        return newest
-
-    def _add_snapshot(self, path: Path) -> int:
-        """Add one; its step, or 0 if it was removed meanwhile or is damaged."""
-        try:
-            manifest = read_manifest(path)
-            with ExitStack() as stack:
-                names = ["snapshot.json", *manifest.sha256]
-                files = {name: stack.enter_context((path / name).open("rb")) for name in names}
-                for name, file in files.items():
-                    where = (path / name).relative_to(self._folder).as_posix()
-                    if self._add(where, file) != manifest.sha256.get(name) and name in manifest.sha256:
-                        self._summary.problems.append(f"{path}: {name} is damaged")
-        except (OptionError, FolderError, FileNotFoundError) as error:
-            if path.exists():
-                self._summary.problems.append(f"not in the backup: {error}")
-            return 0
-        self._summary.snapshots += 1
-        return manifest.step
-
-
-def _copied_store(path: Path, copy: Path) -> list[tuple[str, int]]:
-    """The ids of all jobs and how often each was started, in the copy of the store that this makes."""
-    with open_beside(path) as source, closing(sqlite3.connect(copy, isolation_level=None)) as target:
+def _fill(tar: tarfile.TarFile, folder: Path, copy: Path, wanted: SnapshotsWanted, summary: BackupSummary) -> None:
+    with open_beside(folder / STORE) as live, closing(sqlite3.connect(copy, isolation_level=None)) as target:
         # All pages at once: one state, for which no commit of the service has to wait, since it has a write-ahead log.
-        source.backup(target)
+        live.backup(target)
         target.execute("PRAGMA journal_mode = DELETE")
-        return target.execute("SELECT id, attempts FROM jobs ORDER BY number").fetchall()
+        for number, job, attempts in target.execute("SELECT number, id, attempts FROM jobs ORDER BY number").fetchall():
+            summary.jobs += 1
+            where = folder / "jobs" / job
+            if where.is_dir():
+                step = _add_snapshots(tar, folder, where / SNAPSHOTS, wanted, summary)
+                _copy_losses(live, target, number, step)
+                _add_files(tar, folder, where)
+            elif attempts:
+                summary.problems.append(f"job {job} was started, and {where} is not there")
+    for name in (*LOGS, TOKENS):
+        with suppress(FileNotFoundError):
+            _add(tar, folder, folder / name)
+    tar.add(copy, STORE, filter=_plain)
 
 
-def _cut_to_lines(file: IO[bytes]) -> int:
-    """Cut ``file`` behind its last whole line; the step of that line, if it is one of losses, else 0."""
-    end = file.seek(0, os.SEEK_END)
-    begin = max(0, end - 64 * LONGEST)
-    file.seek(begin)
-    whole = file.read().rpartition(b"\n")[0]
-    file.truncate(begin + len(whole) + 1 if whole else begin)
-    line = whole.rpartition(b"\n")[2]
-    row = LossRow.parse(line) if line else None
-    return 0 if row is None else row.step
+def _copy_losses(live: sqlite3.Connection, target: sqlite3.Connection, number: int, step: int) -> None:
+    """Give the copy of the store the steps until ``step`` that it does not have."""
+    (last,) = target.execute("SELECT coalesce(max(step), 0) FROM losses WHERE job = ?", (number,)).fetchone()
+    rows = live.execute("SELECT * FROM losses WHERE job = ? AND step > ? AND step <= ?", (number, last, step))
+    target.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+
+def _add_snapshots(
+    tar: tarfile.TarFile, folder: Path, snapshots: Path, wanted: SnapshotsWanted, summary: BackupSummary
+) -> int:
+    """Add what is wanted of a job's snapshots; the step of the newest one that was added, or 0."""
+    newest, tried = 0, set[str]()
+    while wanted is not SnapshotsWanted.NONE:
+        # Newest first; all of them may be gone before they are opened, and then newer ones are there.
+        there = [path for path in snapshots_in(snapshots) if path.name not in tried] if snapshots.is_dir() else []
+        for path in reversed(there):
+            if newest and wanted is SnapshotsWanted.NEWEST:
+                break
+            newest = max(newest, _add_snapshot(tar, folder, path, summary))
+            tried.add(path.name)
+        if newest or not there:
+            break
+    return newest
+
+
+def _add_snapshot(tar: tarfile.TarFile, folder: Path, path: Path, summary: BackupSummary) -> int:
+    """Add one; its step, or 0 if it was removed meanwhile or is damaged."""
+    try:
+        manifest = read_manifest(path)
+        with ExitStack() as stack:
+            files = [stack.enter_context((path / name).open("rb")) for name in ("snapshot.json", *manifest.sha256)]
+            for file in files:
+                info = _plain(tar.gettarinfo(arcname=str(Path(file.name).relative_to(folder)), fileobj=file))
+                tar.addfile(info, file)
+    except (OptionError, FolderError, FileNotFoundError) as error:
+        if path.exists():
+            summary.problems.append(f"not in the backup: {error}")
+        return 0
+    summary.snapshots += 1
+    return manifest.step
+
+
+def _add_files(tar: tarfile.TarFile, folder: Path, where: Path) -> None:
+    """Add the files of a job beside its snapshots."""
+    for path in sorted(where.rglob("*")):
+        parts = path.relative_to(where).parts
+        if path.is_file() and parts[0] != SNAPSHOTS and not path.name.endswith((".incomplete", ".new")):
+            with suppress(FileNotFoundError):  # The service has removed it meanwhile.
+                _add(tar, folder, path)
+
+
+def _add(tar: tarfile.TarFile, folder: Path, path: Path) -> None:
+    with path.open("rb") as file:  # A log that grows meanwhile is added as it was when it was opened.
+        tar.addfile(_plain(tar.gettarinfo(arcname=str(path.relative_to(folder)), fileobj=file)), file)
+
+
+def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    info.mode = 0o600
+    return info
 
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, stat.S_IRUSR | stat.S_IWUSR)
+
+
+def restore(backup: Path, folder: Path) -> int:
+    """Make ``folder``, which must not be there or be empty, the folder of a service as ``backup`` has it. Blocks.
+
+    Returns the number of jobs. Before the folder appears, the store is checked by SQLite, and each snapshot against the
+    SHA-256 of its files. Raises ``BackupError`` for a backup that is damaged, cut off, or none at all, and
+    ``StoreError``.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BackupError(f"{folder} is not empty; restore into a new folder, and start the service with that one")
+    beside = folder.with_name(f"{folder.name}.restoring")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside.mkdir(mode=0o700)
+    except FileExistsError:
+        raise BackupError(f"{beside} is there already; remove what is left of another restoration") from None
+    except OSError as error:
+        raise BackupError(f"cannot restore to {folder}: {error.strerror}") from error
+    try:
+        with tarfile.open(backup) as tar:
+            tar.extractall(beside, filter="data")
+        if not (beside / STORE).is_file():
+            raise BackupError(f"{backup} is cut off, or no backup: it does not end with {STORE}; use another backup")
+        check_store(beside / STORE)
+        _check_snapshots(backup, beside)
+        with open_beside(beside / STORE) as connection:
+            (jobs,) = connection.execute("SELECT count(*) FROM jobs").fetchone()
+        for end in ("-wal", "-shm"):
+            (beside / f"{STORE}{end}").unlink(missing_ok=True)
+        if hasattr(os, "sync"):
+            os.sync()  # Before the folder has its name.
+        beside.rename(folder)
+    except (tarfile.TarError, EOFError, StoreError) as error:
+        raise BackupError(f"{backup} is damaged, cut off, or no backup ({error}); use another backup") from error
+    except OSError as error:
+        where = error.filename or backup
+        raise BackupError(f"{backup} was not restored: {where}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return int(jobs)
+
+
+def _check_snapshots(backup: Path, folder: Path) -> None:
+    for path in folder.glob(f"jobs/*/{SNAPSHOTS}/*"):
+        try:
+            for name, expected in read_manifest(path).sha256.items():
+                with (path / name).open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                        raise BackupError(f"{backup} is damaged: {path.relative_to(folder) / name}; use another backup")
+        except (OptionError, FolderError) as error:
+            raise BackupError(f"{backup} is damaged: {error}; use another backup") from error

@@ -17,25 +17,15 @@ class RetentionRule(BaseModel):
     days: float | None = Field(default=None, gt=0, le=1e6, description="must be a number of days above 0")
     """Since the job has ended."""
     count: int | None = Field(default=None, ge=0, le=10**9, description="must be a number of jobs, of at least 0")
-    bytes: types.ByteCount | None = None
-    """Of all these jobs together."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no limit."""
-        return self.days is None and self.count is None and self.bytes is None
 
 
 class RetentionSettings(BaseModel):
-    """A rule for each kind of what jobs have. Nothing is deleted where there is none."""
+    """A rule for whole jobs, and one for the snapshots of jobs that stay. Nothing is deleted where there is none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     jobs: RetentionRule = RetentionRule()
-    """Whole jobs: their entry in the list, their history, and all files."""
+    """Whole jobs: their entry in the list, their history, losses and files."""
     snapshots: RetentionRule = RetentionRule()
-    losses: RetentionRule = RetentionRule()
-    logs: RetentionRule = RetentionRule()
-    """Events, traces and timelines."""
     every_seconds: types.Seconds = 3600.0
-    """How often the rules are applied, and the use of the disk is measured."""
+    """How often the rules are applied."""

@@ -1,4 +1,4 @@
-"""The job store: all jobs of a service and the history of each, in one SQLite file.
+"""The job store: all jobs of a service, their histories, events and losses, in one SQLite file.
 
 A process may be killed at any instant. Whatever a method returned is in the file, and ``recover`` finds the jobs that
 were running. A request that got no reply may have been carried out or not; ``add`` can be repeated safely with an
@@ -7,34 +7,43 @@ idempotency key.
 
 from __future__ import annotations
 
+import json
 import secrets
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import (
+    FINAL_STATES,
     IDEMPOTENCY_KEY,
     JobRecord,
     JobSpec,
     JobState,
+    JobStateError,
     PriorityClass,
     Transition,
+    check_asking,
+    check_transition,
     is_idempotency_key,
     tidy_cause,
 )
-from asyncpipe.service.store import queries, reading
+from asyncpipe.service.store import job_records
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
-from asyncpipe.service.store.queries import IdempotencyConflictError, QueueFullError
-from asyncpipe.service.store.reading import (
+from asyncpipe.service.store.finding import JobFilter, every_job, find_job, is_text, list_jobs, number_of, resolve_job
+from asyncpipe.service.store.job_records import JobEvent, LossRow, NewEvent
+from asyncpipe.service.store.store_errors import (
     AmbiguousJobError,
+    IdempotencyConflictError,
     JobCandidate,
-    JobFilter,
     PastDeadlineError,
+    QueueFullError,
     UnknownJobError,
 )
 
@@ -57,6 +66,7 @@ MAX_SNAPSHOT = 1000
 MAX_SCHEDULE = 200
 MAX_STEP = 2**63 - 1
 MAX_LIMIT = 1000
+EVERYTHING = 2**62
 
 _T = TypeVar("_T")
 
@@ -66,6 +76,7 @@ ALL_JOBS = JobFilter()
 NOT_RESUMED = "the service was started so that nothing goes on by itself: resume the job"
 RECOVERED = "the service was restarted"
 
+_GOING_ON = f"state IN ('{JobState.QUEUED}', '{JobState.RUNNING}', '{JobState.PAUSED}')"
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 """Crockford's base 32: without letters that look like digits; sorted as text they are in the order of their values."""
 
@@ -83,9 +94,9 @@ class JobStore:
     """The jobs in the file at ``path``; an async context manager that opens once.
 
     Methods can be awaited on any event loop and return once their changes are on disk. A caller that is cancelled does
-    not learn the result; the request is carried out nevertheless. Leaving the context waits for all requests. All
-    methods raise ``StoreError`` where the file cannot be used; that request changed nothing, and the next one tries
-    the file again.
+    not learn the result; the request is carried out nevertheless. Leaving the context waits for all requests. Methods
+    that name a job raise ``UnknownJobError``, and all raise ``StoreError`` where the file cannot be used; that request
+    changed nothing, and the next one tries the file again.
     """
 
     def __init__(
@@ -103,28 +114,32 @@ class JobStore:
         self.path = Path(path).absolute()
         self._clock = clock
         self._make_id = make_id
-        self.thread = DatabaseThread(self.path, busy_seconds)
-        """Runs any function on the store's connection."""
+        self._thread = DatabaseThread(self.path, busy_seconds)
         # Ends the thread, which does not refer to the store, when the store is collected without having been closed, or
         # the interpreter exits.
-        weakref.finalize(self, self.thread.stop)
+        weakref.finalize(self, self._thread.stop)
 
     async def __aenter__(self) -> JobStore:
-        await self.thread.open()
+        await self._thread.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.thread.close()
+        await self._thread.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the store's thread runs; from any thread."""
+        return self._thread.is_alive
+
+    @property
+    def commits(self) -> int:
+        """Transactions that changed something; requests that wait at the same time share one. From any thread."""
+        return self._thread.commits
 
     # Changing
 
     async def add(
-        self,
-        spec: JobSpec,
-        idempotency_key: str | None = None,
-        *,
-        most_queued: int | None = None,
-        forked_from: str | None = None,
+        self, spec: JobSpec, idempotency_key: str | None = None, *, most_queued: int | None = None
     ) -> tuple[JobRecord, bool]:
         """The new job, queued, and true; or the job that the same key and specification created before, and false.
 
@@ -132,17 +147,44 @@ class JobStore:
         another specification, ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already, and
         ``PastDeadlineError``.
         """
-        spec.to_json()
+        digest = sha256(spec.to_json().encode()).hexdigest()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):
             raise OptionError(f"an idempotency key is {IDEMPOTENCY_KEY}")
 
-        def change(connection: sqlite3.Connection) -> tuple[JobRecord, bool]:
+        def change(db: sqlite3.Connection) -> tuple[JobRecord, bool]:
+            if idempotency_key is not None:
+                row = db.execute("SELECT id, digest FROM jobs WHERE idempotency_key = ?", (idempotency_key,)).fetchone()
+                if row is not None and row[1] != digest:
+                    raise IdempotencyConflictError(idempotency_key, row[0])
+                if row is not None:
+                    return find_job(db, row[0]), False
             at = self._clock()
+            if spec.deadline is not None and spec.deadline <= at:
+                raise PastDeadlineError(spec.deadline)
+            _check_room(db, most_queued)
             job = self._make_id(at)
-            record = queries.add_job(connection, job, spec, at, idempotency_key, most_queued, forked_from)
-            return record, record.id == job
+            _insert(db, job, spec, at, "submitted", idempotency_key=idempotency_key, digest=digest)
+            return find_job(db, job), True
 
-        return await self.thread.run(change, writes=True)
+        return await self._thread.run(change)
+
+    async def fork(
+        self, job: str, spec: JobSpec, origin: str, step: int, *, most_queued: int | None = None
+    ) -> JobRecord:
+        """The new ``job`` with ``spec``, queued; its folder has a copy of the snapshot of ``origin`` after ``step``.
+
+        It has the losses of ``origin`` until there; a step of 0 is the beginning. Raises ``QueueFullError``.
+        """
+        cause = f"forked from {origin}" + (f" after step {step}" if step else "")
+
+        def change(db: sqlite3.Connection) -> JobRecord:
+            _check_room(db, most_queued)
+            snapshot = f"step-{step}" if step else None
+            _insert(db, job, spec, self._clock(), cause, forked_from=origin, step=step, snapshot=snapshot)
+            job_records.copy_losses(db, origin, job, step)
+            return find_job(db, job)
+
+        return await self._thread.run(change)
 
     async def transition(
         self,
@@ -156,40 +198,89 @@ class JobStore:
     ) -> JobRecord:
         """``job`` after its transition to the state ``to``, because of ``cause`` (a sentence for operators).
 
-        With ``expect``, only from that state; with ``crashed``, it has one crash more. Raises ``UnknownJobError``;
-        ``JobStateError``, also for a job that is in ``to`` already; ``QueueFullError`` if ``most_queued`` jobs are
-        queued already; ``OptionError`` without a cause.
+        With ``expect``, only from that state; with ``crashed``, it has one crash more. A job that is retried has no
+        crashes, and no deadline that has passed. Raises ``JobStateError``, also for a job that is in ``to`` already;
+        ``QueueFullError`` if ``most_queued`` jobs are queued already; ``OptionError`` without a cause.
         """
-        cause = tidy_cause(cause)
-        to, expect = JobState(to), None if expect is None else JobState(expect)
+        cause, to, expect = tidy_cause(cause), JobState(to), None if expect is None else JobState(expect)
 
-        return await self._run(
-            job,
-            lambda db: queries.change_state(db, job, to, self._clock(), cause, expect, most_queued, crashed),
-            writes=True,
-        )
+        def change(db: sqlite3.Connection) -> JobRecord:
+            record = find_job(db, job)
+            check_transition(job, record.state, to, expect)
+            _check_room(db, most_queued)
+            return _transition(db, record, to, self._clock(), cause, crashed=crashed)
+
+        return await self._about(job, change)
+
+    async def retry(
+        self,
+        job: str,
+        cause: str,
+        from_step: int | None = None,
+        spec: JobSpec | None = None,
+        *,
+        most_queued: int | None = None,
+    ) -> JobRecord:
+        """``job``, which has ended, queued again: from the snapshot of ``from_step``, and as ``spec`` if it is given.
+
+        Raises ``JobStateError``, ``QueueFullError``.
+        """
+
+        def change(db: sqlite3.Connection) -> JobRecord:
+            record = find_job(db, job)
+            if record.state not in FINAL_STATES:
+                raise JobStateError(job, record.state, "be retried, since it has not ended")
+            check_transition(job, record.state, JobState.QUEUED)
+            _check_room(db, most_queued)
+            if spec is not None:
+                _replace_spec(db, job, spec)
+            if from_step is not None:
+                snapshot = f"step-{from_step}" if from_step else None
+                db.execute(
+                    "UPDATE jobs SET from_step = ?, step = ?, snapshot = ? WHERE id = ?",
+                    (from_step, from_step, snapshot, job),
+                )
+            return _transition(db, record, JobState.QUEUED, self._clock(), tidy_cause(cause))
+
+        return await self._about(job, change)
 
     async def ask(self, job: str, to: JobState | None, cause: str) -> JobRecord:
         """The running ``job``, with the request to become ``to`` (``paused`` or ``cancelled``) in the store.
 
         This is no transition yet; if the process ends before the job does, ``recover`` makes it. ``None`` withdraws
-        the request, except for a cancellation. A repeated request changes nothing. Raises ``UnknownJobError``,
-        ``JobStateError``, and ``OptionError`` without a cause.
+        the request, except for a cancellation. A repeated request changes nothing. Raises ``JobStateError``, and
+        ``OptionError`` without a cause.
         """
-        cause = tidy_cause(cause)
-        to = None if to is None else JobState(to)
+        cause, to = tidy_cause(cause), None if to is None else JobState(to)
 
-        return await self._run(job, lambda db: queries.ask_job(db, job, to, self._clock(), cause), writes=True)
+        def change(db: sqlite3.Connection) -> JobRecord:
+            record = find_job(db, job)
+            check_asking(job, record.state, record.asked, to)
+            if to is not record.asked:
+                db.execute(
+                    "UPDATE jobs SET asked = ?, asked_cause = ?, updated = ? WHERE id = ?",
+                    (to, None if to is None else cause, self._clock(), job),
+                )
+            return find_job(db, job)
+
+        return await self._about(job, change)
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
-        """``job`` with ``schedule`` in place of the one before. The caller has checked that the job can follow it.
+        """``job`` with another schedule. The caller has checked that the job can follow it.
 
-        Raises ``UnknownJobError``, ``JobStateError`` for a job in a final state, ``OptionError``.
+        Raises ``JobStateError`` for a job in a final state, ``OptionError``.
         """
-        if not isinstance(schedule, str) or not (0 < len(schedule) <= MAX_SCHEDULE and _is_text(schedule)):
+        if not isinstance(schedule, str) or not (0 < len(schedule) <= MAX_SCHEDULE and is_text(schedule)):
             raise OptionError(f"a schedule's name is a text of 1 to {MAX_SCHEDULE} characters, not {schedule!r:.100}")
 
-        return await self._run(job, lambda db: queries.change_schedule(db, job, schedule, self._clock()), writes=True)
+        def change(db: sqlite3.Connection) -> JobRecord:
+            record = find_job(db, job)
+            if record.state in FINAL_STATES:
+                raise JobStateError(job, record.state, "change its schedule")
+            document = {**record.spec.document, "pipeline": {**record.spec.table("pipeline"), "schedule": schedule}}
+            return self._changed(db, job, replace(record.spec, document=document))
+
+        return await self._about(job, change)
 
     async def amend(
         self,
@@ -201,111 +292,252 @@ class JobStore:
     ) -> JobRecord:
         """``job`` with another priority class, weight or other tags; what is ``None`` stays.
 
-        Raises ``UnknownJobError``, and ``JobSpecError`` for values that no job can have.
+        Raises ``JobSpecError`` for values that no job can have.
         """
         new = {"priority_class": priority_class, "weight": weight, "tags": None if tags is None else tuple(tags)}
         given = {name: value for name, value in new.items() if value is not None}
 
-        return await self._run(job, lambda db: queries.amend_job(db, job, given, self._clock()), writes=True)
+        def change(db: sqlite3.Connection) -> JobRecord:
+            return self._changed(db, job, replace(find_job(db, job).spec, **given))  # type: ignore[arg-type]
+
+        return await self._about(job, change)
 
     async def progress(self, job: str, step: int, snapshot: str | None = None) -> None:
         """Record that the running ``job`` has done ``step`` steps and, if given, that ``snapshot`` is on disk.
 
-        The step may be smaller than the last one, after the job went back to a snapshot. Raises ``UnknownJobError``,
-        ``JobStateError`` for a job that is not running, ``OptionError``.
+        The step may be smaller than the last one, after the job went back to a snapshot. Raises ``JobStateError`` for a
+        job that is not running, ``OptionError``.
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
             raise OptionError(f"a step is an integer from 0 to {MAX_STEP}, not {step!r:.100}")
-        if snapshot is not None and not (0 < len(snapshot) <= MAX_SNAPSHOT and _is_text(snapshot)):
+        if snapshot is not None and not (0 < len(snapshot) <= MAX_SNAPSHOT and is_text(snapshot)):
             raise OptionError(f"a snapshot's name is a text of 1 to {MAX_SNAPSHOT} characters, not {snapshot!r:.100}")
 
-        await self._run(job, lambda db: queries.note_progress(db, job, step, snapshot, self._clock()), writes=True)
+        def change(db: sqlite3.Connection) -> None:
+            state = find_job(db, job).state
+            if state is not JobState.RUNNING:
+                raise JobStateError(job, state, "report progress")
+            db.execute(
+                "UPDATE jobs SET step = ?1, snapshot = coalesce(?2, snapshot),"
+                " crashes = iif(?2 IS NULL, crashes, 0), updated = ?3 WHERE id = ?4",
+                (step, snapshot, self._clock(), job),
+            )
+
+        await self._about(job, change)
+
+    async def write_records(self, job: str, losses: Sequence[LossRow], events: Sequence[NewEvent]) -> None:
+        """Write steps of ``job``, in increasing order, and notes and snapshots.
+
+        Losses of the first step and of later ones that are there already give way.
+        """
+        await self._about(job, lambda db: job_records.write_records(db, job, losses, events))
 
     async def count_crash(self, job: str, crashes: int) -> JobRecord:
-        """``job`` with ``crashes``: a queued job whose measuring may take the service along. Raises as ``get``."""
-        return await self._run(job, lambda db: queries.count_crash(db, job, crashes), writes=True)
+        """``job`` with ``crashes``: a queued job whose measuring may take the service along."""
 
-    async def recover(self, *, most_crashes: int = MAX_STEP, resume: bool = True) -> tuple[JobRecord, ...]:
-        """The jobs that were running when the last process ended, queued again; foreground jobs first, then by age.
+        def change(db: sqlite3.Connection) -> JobRecord:
+            db.execute("UPDATE jobs SET crashes = ? WHERE id = ?", (crashes, job))
+            return find_job(db, job)
 
-        Each has one crash more. Those that have ``most_crashes`` then are quarantined. Jobs that had been asked to
-        pause or to end become paused or cancelled instead, with the cause given then. Without ``resume``, all others
-        are paused, and so are those that were queued. To be called when a service starts, before any job runs. Changes
-        all of them or none.
+        return await self._about(job, change)
+
+    async def delete(self, job: str) -> JobRecord:
+        """Delete a job that has ended with its history, events and losses; its last record.
+
+        Raises ``JobStateError`` for one that has not ended.
         """
 
-        def change(db: sqlite3.Connection) -> tuple[JobRecord, ...]:
-            if not resume:
-                queries.pause_queued(db, self._clock(), NOT_RESUMED)
-            to, cause = (JobState.QUEUED, RECOVERED) if resume else (JobState.PAUSED, NOT_RESUMED)
-            return queries.recover_jobs(db, self._clock(), to, cause, most_crashes)
+        def change(db: sqlite3.Connection) -> JobRecord:
+            record = find_job(db, job)
+            if record.state not in FINAL_STATES:
+                raise JobStateError(job, record.state, "be deleted before it has ended")
+            db.execute("DELETE FROM jobs WHERE id = ?", (job,))
+            return record
 
-        return await self.thread.run(change, writes=True)
+        return await self._about(job, change)
+
+    async def recover(self, *, most_crashes: int = MAX_STEP, resume: bool = True) -> tuple[JobRecord, ...]:
+        """Queue the jobs that were running when the last process ended; all jobs that this has changed.
+
+        Foreground jobs come first, then the older ones. Each has one crash more; those that have ``most_crashes`` then
+        are quarantined, and so are queued ones whose memory was being measured. Jobs that had been asked to pause or to
+        end become paused or cancelled instead, with the cause given then. Without ``resume``, all others are paused,
+        and so are those that were queued. Call it when a service starts, before any job runs. Changes all of them or
+        none.
+        """
+        to, cause = (JobState.QUEUED, RECOVERED) if resume else (JobState.PAUSED, NOT_RESUMED)
+        died = f"the service died {most_crashes} times while it ran, or was measured, since its last snapshot"
+
+        def change(db: sqlite3.Connection) -> tuple[JobRecord, ...]:
+            at, found = self._clock(), []
+            db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE state = ?", (JobState.RUNNING,))
+            rows = db.execute(
+                "SELECT id FROM jobs WHERE state = ?1 OR (state = ?2 AND (?3 OR crashes >= ?4))"
+                " ORDER BY state = ?2, priority_class = ?5, number",
+                (JobState.RUNNING, JobState.QUEUED, not resume, most_crashes, PriorityClass.BACKGROUND),
+            ).fetchall()
+            for (job,) in rows:
+                record = find_job(db, job)
+                if record.crashes >= most_crashes and record.asked is not JobState.CANCELLED:
+                    found.append(_transition(db, record, JobState.QUARANTINED, at, died))
+                else:
+                    found.append(_transition(db, record, record.asked or to, at, record.asked_cause or cause))
+            return tuple(found)
+
+        return await self._thread.run(change)
 
     # Reading
 
     async def get(self, job: str) -> JobRecord:
-        """The job of this id. Raises ``UnknownJobError``."""
-        return await self._run(job, lambda db: reading.find_job(db, job), writes=False)
+        """The job of this id."""
+        return await self._about(job, lambda db: find_job(db, job))
 
     async def resolve(self, text: str) -> str:
         """The id of the job that ``text`` means: its id, the unique beginning of it, or its name if no other has it.
 
-        Raises ``UnknownJobError``, and ``AmbiguousJobError``, which lists candidates.
+        Raises ``AmbiguousJobError``, which lists candidates.
         """
-        return await self._run(text, lambda db: reading.resolve_job(db, text), writes=False)
+        return await self._about(text, lambda db: resolve_job(db, text))
 
     async def list(
-        self,
-        wanted: JobFilter = ALL_JOBS,
-        limit: int = 100,
-        after: str | None = None,
-        *,
-        newest_first: bool = False,
+        self, wanted: JobFilter = ALL_JOBS, limit: int = 100, after: str | None = None, *, newest_first: bool = False
     ) -> tuple[JobRecord, ...]:
         """At most ``limit`` of the ``wanted`` jobs in the order of submission, or newest first, that follow ``after``.
 
         To read page by page, pass the id of the last job as the next call's ``after``; no job is left out or returned
-        twice, even if jobs change their state meanwhile. Raises ``UnknownJobError`` for ``after``, ``OptionError`` for
-        ``limit``.
+        twice, even if jobs change their state meanwhile. Raises ``OptionError`` for ``limit``.
         """
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_LIMIT:
             raise OptionError(f"a list's limit is an integer from 1 to {MAX_LIMIT}, not {limit!r:.100}")
+        return await self._about(after, lambda db: list_jobs(db, wanted, limit, after, newest_first=newest_first))
 
-        def read(connection: sqlite3.Connection) -> tuple[JobRecord, ...]:
-            return reading.list_jobs(connection, wanted, limit, after, newest_first=newest_first)
-
-        return await self._run(after, read, writes=False)
+    async def every(self) -> Sequence[JobRecord]:
+        """All jobs, oldest first: for the comparison with their folders."""
+        return await self._thread.run(every_job)
 
     async def due(self, at: float) -> tuple[tuple[str, ...], float | None]:
         """The jobs that have not ended by their deadline, ``at`` this time; and when the next deadline is."""
-        return await self.thread.run(lambda db: reading.jobs_due(db, at), writes=False)
+
+        def read(db: sqlite3.Connection) -> tuple[tuple[str, ...], float | None]:
+            due = db.execute(f"SELECT id FROM jobs WHERE deadline <= ? AND {_GOING_ON} ORDER BY number", (at,))  # noqa: S608
+            jobs = tuple(job for (job,) in due.fetchall())
+            later = db.execute(f"SELECT min(deadline) FROM jobs WHERE deadline > ? AND {_GOING_ON}", (at,))  # noqa: S608
+            return jobs, later.fetchone()[0]
+
+        return await self._thread.run(read)
 
     async def count(self) -> dict[JobState, int]:
         """How many jobs are in each state, 0 included."""
-        return await self.thread.run(reading.count_jobs, writes=False)
+
+        def read(db: sqlite3.Connection) -> dict[JobState, int]:
+            counts = db.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
+            return dict.fromkeys(JobState, 0) | {JobState(state): count for state, count in counts}
+
+        return await self._thread.run(read)
 
     async def newest_change(self) -> int:
         """The number of the newest transition of any job: while it stays the same, no job has changed its state."""
-        return await self.thread.run(reading.newest_change, writes=False)
+        newest = "SELECT coalesce(max(sequence), 0) FROM events WHERE kind = 'state'"
+        return await self._thread.run(lambda db: int(db.execute(newest).fetchone()[0]))
+
+    async def last_failures(self, most: int) -> tuple[tuple[str, str, JobState, float], ...]:
+        """(id, name, state, since when) of the last ``most`` jobs that are failed or quarantined, oldest first."""
+
+        def read(db: sqlite3.Connection) -> tuple[tuple[str, str, JobState, float], ...]:
+            rows = db.execute(
+                "SELECT id, name, state, (SELECT at FROM events WHERE job = number AND kind = 'state'"
+                " ORDER BY sequence DESC LIMIT 1) AS since FROM jobs WHERE state IN (?, ?) ORDER BY since DESC LIMIT ?",
+                (JobState.FAILED, JobState.QUARANTINED, most),
+            ).fetchall()
+            return tuple((job, name, JobState(state), at) for job, name, state, at in reversed(rows))
+
+        return await self._thread.run(read)
 
     async def trained_seconds(self, jobs: Collection[str]) -> dict[str, float]:
         """How long each of ``jobs`` has been running in all, until now if it still does; unknown jobs are left out."""
-        return await self.thread.run(lambda db: reading.trained_seconds(db, jobs, self._clock()), writes=False)
+
+        def read(db: sqlite3.Connection) -> dict[str, float]:
+            rows = db.execute(
+                "SELECT id, sum(iif(to_state = ?, max(coalesce(until, ?) - at, 0), 0)) FROM ("  # noqa: S608 - no input
+                "SELECT jobs.id AS id, to_state, at, lead(at) OVER (PARTITION BY job ORDER BY sequence) AS until"
+                " FROM jobs JOIN events ON events.job = jobs.number AND kind = 'state'"
+                f" WHERE jobs.id IN ({', '.join('?' * len(jobs))})) GROUP BY id",
+                (JobState.RUNNING, self._clock(), *jobs),
+            )
+            return dict(rows.fetchall())
+
+        return await self._thread.run(read)
 
     async def history(self, job: str) -> tuple[Transition, ...]:
-        """Every transition of ``job``, its submission first. Raises ``UnknownJobError``."""
-        return await self._run(job, lambda db: reading.history_of(db, job), writes=False)
+        """Every transition of ``job``, its submission first."""
+        return await self._about(job, lambda db: job_records.read_transitions(db, job))
 
-    async def _run(self, job: str | None, function: Callable[[sqlite3.Connection], _T], *, writes: bool) -> _T:
+    async def events(self, job: str, after: int = 0, limit: int = EVERYTHING) -> Sequence[JobEvent]:
+        """At most ``limit`` states, notes and snapshots of ``job`` that follow event ``after``."""
+        return await self._about(job, lambda db: job_records.read_events(db, job, after, limit))
+
+    async def losses(self, job: str, after: int = 0, limit: int = EVERYTHING) -> Sequence[LossRow]:
+        """At most ``limit`` steps of ``job`` that follow step ``after``."""
+        return await self._about(job, lambda db: job_records.read_losses(db, job, after, limit))
+
+    async def spread_losses(self, job: str, most: int) -> Sequence[LossRow]:
+        """At most ``most`` steps of ``job``, evenly spread from its first to its last."""
+        return await self._about(job, lambda db: job_records.spread_losses(db, job, most))
+
+    async def _about(self, job: str | None, function: Callable[[sqlite3.Connection], _T]) -> _T:
         """What ``function`` returns. Raises ``UnknownJobError`` for a ``job`` that cannot be passed to SQLite."""
-        if job is not None and not _is_text(job):
+        if job is not None and not is_text(job):
             raise UnknownJobError(job)
-        return await self.thread.run(function, writes=writes)
+        return await self._thread.run(function)
+
+    def _changed(self, db: sqlite3.Connection, job: str, spec: JobSpec) -> JobRecord:
+        """``job`` with ``spec`` in place of what it had."""
+        _replace_spec(db, job, spec)
+        db.execute("UPDATE jobs SET updated = ? WHERE id = ?", (self._clock(), job))
+        return find_job(db, job)
 
 
-def _is_text(text: object) -> bool:
-    try:
-        return isinstance(text, str) and bool(text.encode())
-    except UnicodeEncodeError:
-        return False
+def _insert(db: sqlite3.Connection, job: str, spec: JobSpec, at: float, cause: str, **more: object) -> None:
+    """A new job, queued; ``more`` has further columns."""
+    values = {
+        "id": job, "name": spec.name, "entry": spec.entry, "priority_class": spec.priority_class,
+        "weight": spec.weight, "tags": json.dumps(spec.tags), "deadline": spec.deadline, "state": JobState.QUEUED,
+        "cause": cause, "submitted": at, "updated": at, **more,
+    }  # fmt: skip
+    places = ", ".join("?" * len(values))
+    number = db.execute(f"INSERT INTO jobs ({', '.join(values)}) VALUES ({places})", (*values.values(),)).lastrowid  # noqa: S608 - no input
+    assert number is not None
+    db.execute("INSERT INTO documents (job, document) VALUES (?, ?)", (number, json.dumps(dict(spec.document))))
+    job_records.add_state(db, number, None, JobState.QUEUED, at, cause)
+
+
+def _replace_spec(db: sqlite3.Connection, job: str, spec: JobSpec) -> None:
+    db.execute(
+        "UPDATE jobs SET name = ?, entry = ?, priority_class = ?, weight = ?, tags = ?, deadline = ? WHERE id = ?",
+        (spec.name, spec.entry, spec.priority_class, spec.weight, json.dumps(spec.tags), spec.deadline, job),
+    )
+    document = json.dumps(dict(spec.document))
+    db.execute("UPDATE documents SET document = ? WHERE job = ?", (document, number_of(db, job)))
+
+
+def _transition(
+    db: sqlite3.Connection, record: JobRecord, to: JobState, at: float, cause: str, *, crashed: bool = False
+) -> JobRecord:
+    """The job of ``record`` in the state ``to``."""
+    begins, retried = to is JobState.RUNNING, record.state in FINAL_STATES
+    db.execute(
+        "UPDATE jobs SET state = ?, cause = ?, updated = ?, attempts = attempts + ?, asked = NULL, asked_cause = NULL,"
+        " crashes = iif(?, 0, crashes + ?), from_step = iif(?, NULL, from_step),"
+        " deadline = iif(? AND deadline <= ?, NULL, deadline) WHERE id = ?",
+        (to, cause, at, begins, retried, crashed, begins, retried, at, record.id),
+    )
+    job_records.add_state(db, number_of(db, record.id), record.state, to, at, cause)
+    return find_job(db, record.id)
+
+
+def _check_room(db: sqlite3.Connection, most_queued: int | None) -> None:
+    if most_queued is None:
+        return
+    (queued,) = db.execute("SELECT count(*) FROM jobs WHERE state = ?", (JobState.QUEUED,)).fetchone()
+    if queued >= most_queued:
+        raise QueueFullError(most_queued)

@@ -2,10 +2,9 @@
 
 ::
 
-    jobs ◀── specs         what was submitted, as JSON: beside the job, so that searching many jobs reads little
-      ▲ ◀── transitions    each change of a job's state
-      └──── job_tags       a row for each tag of a job, to find jobs by tag
-    tokens                 who may use the API; a hash of each secret
+    jobs ◀── documents     the JSON of what was asked: beside the job, so that searching many jobs reads little
+      ▲ ◀── events         each change of a job's state, each note and each snapshot, in the order of commits
+      └──── losses         one row for each training step
 """
 
 from __future__ import annotations
@@ -28,56 +27,51 @@ CREATE TABLE jobs (
     id TEXT NOT NULL UNIQUE,
     name TEXT NOT NULL,
     entry TEXT NOT NULL,
+    priority_class TEXT NOT NULL CHECK (priority_class IN ({_CLASSES})),
+    weight REAL NOT NULL CHECK (weight > 0),
+    tags TEXT NOT NULL, -- a JSON list
+    deadline REAL,
     state TEXT NOT NULL CHECK (state IN ({_STATES})),
     cause TEXT NOT NULL,
     submitted REAL NOT NULL,
     updated REAL NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
-    crashes INTEGER NOT NULL DEFAULT 0, -- how often the service died while the job ran, since its snapshot
     step INTEGER NOT NULL DEFAULT 0,
     snapshot TEXT,
-    from_step INTEGER, -- a retried job goes on from this older snapshot; newer ones are set aside when it begins
     asked TEXT CHECK (asked IN ({_STATES})), -- what a running job was asked to become
     asked_cause TEXT,
-    idempotency_key TEXT UNIQUE,
+    crashes INTEGER NOT NULL DEFAULT 0, -- how often the service died while the job ran, since its snapshot
     forked_from TEXT, -- the id of another job; it may be gone
-    -- These hold in place of the specification's:
-    schedule TEXT,
-    priority_class TEXT NOT NULL CHECK (priority_class IN ({_CLASSES})),
-    weight REAL NOT NULL CHECK (weight > 0),
-    tags TEXT NOT NULL DEFAULT '[]', -- as JSON
-    deadline REAL
+    from_step INTEGER, -- a retried job goes on from this older snapshot; newer ones are set aside when it begins
+    idempotency_key TEXT UNIQUE,
+    digest TEXT -- of what was submitted with that key
 );
-CREATE TABLE specs (job INTEGER PRIMARY KEY REFERENCES jobs (number) ON DELETE CASCADE, spec TEXT NOT NULL);
-CREATE TABLE transitions (
+CREATE TABLE documents (job INTEGER PRIMARY KEY REFERENCES jobs (number) ON DELETE CASCADE, document TEXT NOT NULL);
+CREATE TABLE events (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
     job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
-    from_state TEXT CHECK (from_state IN ({_STATES})),
-    to_state TEXT NOT NULL CHECK (to_state IN ({_STATES})),
     at REAL NOT NULL,
-    cause TEXT NOT NULL
+    kind TEXT NOT NULL CHECK (kind IN ('state', 'note', 'snapshot')),
+    from_state TEXT CHECK (from_state IN ({_STATES})),
+    to_state TEXT CHECK (to_state IN ({_STATES})),
+    number INTEGER, -- the level of a note, or the step of a snapshot
+    text TEXT NOT NULL -- the cause of a state, the text of a note, or the name of a snapshot
 );
-CREATE TABLE job_tags (
-    tag TEXT NOT NULL,
+CREATE TABLE losses (
     job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
-    PRIMARY KEY (tag, job)
+    step INTEGER NOT NULL,
+    loss REAL, -- NULL stands for NaN, which SQLite does not have
+    learning_rate REAL,
+    seconds REAL,
+    tokens INTEGER NOT NULL,
+    PRIMARY KEY (job, step)
 ) WITHOUT ROWID;
-CREATE TABLE tokens (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    name TEXT NOT NULL,
-    role TEXT NOT NULL,
-    hash TEXT NOT NULL UNIQUE,
-    created REAL NOT NULL,
-    last_used REAL,
-    revoked REAL
-);
 CREATE INDEX jobs_by_state ON jobs (state, number);
 CREATE INDEX jobs_by_entry ON jobs (entry, number);
 CREATE INDEX jobs_by_name ON jobs (name, number);
 CREATE INDEX jobs_by_deadline ON jobs (deadline) WHERE deadline IS NOT NULL;
-CREATE INDEX transitions_by_job ON transitions (job, sequence);
-CREATE INDEX job_tags_by_job ON job_tags (job);
-CREATE UNIQUE INDEX tokens_in_use ON tokens (name) WHERE revoked IS NULL;
+CREATE INDEX events_by_job ON events (job, sequence);
+CREATE INDEX states ON events (sequence) WHERE kind = 'state';
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {VERSION};
 """

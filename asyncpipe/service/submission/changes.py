@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 from asyncpipe.service.job_states import JobRecord, JobSpec
@@ -13,9 +12,6 @@ from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import SubmissionError, check_submission
 
 __all__ = ["changed_spec"]
-
-OF_THE_STORE = ("tags", "deadline")
-"""What a specification has beside what is checked here."""
 
 
 def changed_spec(
@@ -33,19 +29,15 @@ def changed_spec(
     """
     spec = record.spec
     document: dict[str, Any] = deepcopy(dict(spec.document))
-    if record.schedule is not None:
-        document["pipeline"] = {**spec.table("pipeline"), "schedule": record.schedule}
-    document |= {"name": spec.name, "entry": spec.entry, "weight": spec.weight}
-    document["priority_class"] = str(spec.priority_class)
+    document |= {"name": spec.name, "entry": spec.entry, "weight": spec.weight, "tags": list(spec.tags)}
+    document |= {"priority_class": str(spec.priority_class), "deadline": spec.deadline}
     problems = [(key, "cannot be changed here; submit a new job") for key in changes if key.split(".")[0] in fixed]
     for key, value in changes.items():
         if not _set(document, key, value):
             problems.append((key[:100], "must be the key of a value, as training.learning_rate"))
     if problems:
         raise SubmissionError(problems)
-    found = check_submission(document, settings, entries)
-    kept = {name: getattr(spec, name) for name in OF_THE_STORE if name not in document}
-    return replace(found, **kept)
+    return check_submission(document, settings, entries)
 
 
 def _set(table: dict[str, Any], key: str, value: Any) -> bool:

@@ -318,13 +318,10 @@ def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
     Its error messages begin with ``job ID``. Raises ``SubmissionError`` for a specification that another version of
     asyncpipe stored and this one cannot read.
     """
-    pipeline = spec.table("pipeline")
-    if record.schedule is not None:
-        pipeline = {**pipeline, "schedule": record.schedule}
     tables = {
         "name": spec.name,
         "job": {"entry": spec.entry, "parameters": spec.table("parameters")},
-        "pipeline": {**pipeline, "workers": settings.workers},
+        "pipeline": {**spec.table("pipeline"), "workers": settings.workers},
         "training": spec.table("training"),
         "faults": spec.table("faults"),
         "snapshots": {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncpipe.service.job_states import JobSpec, JobState
-from asyncpipe.service.jobs.loss_file import LossFile, LossRow
+from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import JobStore
 from tests.campaigns.service import Row
 from tests.campaigns.service._flooded import JOB, TOKEN, Flooded, serve
@@ -90,7 +90,8 @@ async def _ended(store: JobStore, folder: Path, spec: JobSpec, number: int) -> N
     await store.transition(job, end, cause)
     place = folder / "jobs" / job
     place.mkdir(parents=True, mode=0o700)
-    losses = LossFile(place)
-    for step in range(1, steps + 1):
-        losses.append(LossRow(step, 4 * math.exp(-step / (20 + number % 17)) + 0.1 * math.sin(step), 0.01, 0.1, 64))
-    losses.close()
+    curve = [
+        LossRow(step, 4 * math.exp(-step / (20 + number % 17)) + 0.1 * math.sin(step), 0.01, 0.1, 64)
+        for step in range(1, steps + 1)
+    ]
+    await store.write_records(job, curve, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -12,9 +13,8 @@ from typing import Any
 from killing import serving
 
 from asyncpipe.service.job_states import JobSpec, JobState
-from asyncpipe.service.store import queries
-from asyncpipe.service.store.database import STORE, open_database
-from asyncpipe.service.store.job_store import make_id
+from asyncpipe.service.store.database import STORE
+from asyncpipe.service.store.job_store import JobStore
 from tests.campaigns.service import Row
 from tests.campaigns.service._processes import held_by, job, make_odd_folder, wait_for
 
@@ -25,38 +25,40 @@ SUBMITTED = 200
 SUBMIT_SECONDS, LIST_SECONDS, FIND_SECONDS, START_SECONDS = 0.020, 0.250, 0.500, 20.0
 MEMORY = 1.0e9
 STUCK = "odd:stuck_loader"
+AT_ONCE = 100
+"""Jobs that share a commit."""
 
 
-def fill(path: Path, ended: int, queued: int) -> None:
+async def fill(path: Path, ended: int, queued: int) -> None:
     """A store at ``path`` with so many jobs, as a year leaves them."""
-    chance = random.Random(0)
-    connection = open_database(path, 0)
-    begun = time.time() - 365 * 86400
-    connection.execute("BEGIN")
-    for number in range(ended + queued):
-        at = begun + number * 500
-        entry = STUCK if number == ended else "charlm:build"
-        spec = JobSpec(
-            f"job {number}",
-            entry,
-            {key: value for key, value in job(entry, 5).items() if key not in ("name", "entry")},
-            tags=(f"week={number // 1000}", "night"),
-        )
-        record = queries.add_job(connection, make_id(at), spec, at, None)
-        if number < ended:
-            queries.change_state(connection, record.id, JobState.RUNNING, at, "it is its turn")
-            to = chance.choices((JobState.FINISHED, JobState.FAILED, JobState.CANCELLED), (8, 1, 1))[0]
-            cause = "all 5 steps are done" if to is JobState.FINISHED else "the loss of step 3 is nan"
-            queries.change_state(connection, record.id, to, at + 60, cause)
-    connection.execute("COMMIT")
-    connection.close()
+    chance, at = random.Random(0), time.time() - 365 * 86400
+    async with JobStore(path, clock=lambda: at) as store:
+
+        async def add(number: int) -> None:
+            entry = STUCK if number == ended else "charlm:build"
+            spec = JobSpec(
+                f"job {number}",
+                entry,
+                {key: value for key, value in job(entry, 5).items() if key not in ("name", "entry")},
+                tags=(f"week={number // 1000}", "night"),
+            )
+            record, _ = await store.add(spec)
+            if number < ended:
+                await store.transition(record.id, JobState.RUNNING, "it is its turn")
+                to = chance.choices((JobState.FINISHED, JobState.FAILED, JobState.CANCELLED), (8, 1, 1))[0]
+                cause = "all 5 steps are done" if to is JobState.FINISHED else "the loss of step 3 is nan"
+                await store.transition(record.id, to, cause)
+
+        for first in range(0, ended + queued, AT_ONCE):
+            at += 500 * AT_ONCE
+            await asyncio.gather(*(add(number) for number in range(first, min(first + AT_ONCE, ended + queued))))
 
 
 def run(folder: Path) -> list[Row]:
     """What it takes with an empty house, and with a full one."""
     one = _measured(make_odd_folder(folder / "empty"))
     make_odd_folder(folder / "full")
-    fill(folder / "full" / "state" / STORE, ENDED, QUEUED)
+    asyncio.run(fill(folder / "full" / "state" / STORE, ENDED, QUEUED))
     full = _measured(folder / "full")
     rows = []
     house = f"{QUEUED:,} queued and {ENDED:,} ended jobs"

@@ -14,7 +14,7 @@ import pytest
 from http_helpers import NOBODY, Api, mounted, served
 
 from asyncpipe.service.jobs.artifacts import OpenArtifact
-from asyncpipe.service.jobs.loss_file import LossFile, LossRow
+from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.train.snapshots.format import Manifest, manifest_checksum
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
@@ -88,9 +88,7 @@ async def test_losses_the_log_and_the_list(tmp_path):
         job = await api.submitted()
         add_model(api, job)
         api.service.tell(job, "note", level=20, text=f"see {tmp_path}/jobs/x")
-        file = LossFile(tmp_path / "jobs" / job)
-        file.append(LossRow(1, 0.5, 1e-3, 0.25, 64))
-        file.close()
+        api.service.rows[job] = [LossRow(1, 0.5, 1e-3, 0.25, 64)]
         listed = json.loads((await ask(api, f"{job}/artifacts"))[1])["artifacts"]
         assert [each["name"] for each in listed] == ["model.pt", "losses.jsonl", "losses.csv", "log.jsonl"]
         assert (listed[0]["size"], listed[0]["step"], listed[1]["size"]) == (len(MODEL), 7, None)

@@ -13,7 +13,7 @@ from yarl import URL
 from asyncpipe.service.http import app, models
 from asyncpipe.service.http.routes.common import Api, JobId, api_router, wrong
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.jobs.job_log import LossRow
+from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]

@@ -12,15 +12,14 @@ from http_helpers import NOBODY, TOKEN, Api, mounted, served, submission
 from asyncpipe.service import known_tokens
 from asyncpipe.service.http.places import Places
 from asyncpipe.service.http.routes import ROUTES
-from asyncpipe.service.store.token_changes import create_token, revoke_token
-from asyncpipe.service.token_roles import TokenRole
+from asyncpipe.service.token_roles import TokenRole, create_token, revoke_token
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 
 def token(api: Api, name: str, role: str) -> dict[str, str]:
     """Headers with a new token."""
-    secret, _ = create_token(api.service.store.path, name, TokenRole(role))
+    secret, _ = create_token(api.service.settings.folder, name, TokenRole(role))
     return {"Authorization": f"Bearer {secret}"}
 
 
@@ -81,12 +80,12 @@ async def test_a_revoked_token_ends_at_once_and_so_does_what_it_opened(
         ci, other = token(api, "ci", "submit"), token(api, "other", "read")
         _, job, _ = await api.ask("POST", "/v1/jobs", submission(), **ci)
         async with (
-            api.service.tokens.kept(api.service.store),
+            api.service.tokens.kept(),
             api.session.get(f"{api.base}/v1/jobs/{job['id']}/events", headers=ci) as stream,
             api.session.get(f"{api.base}/v1/jobs/{job['id']}/events", headers=other) as kept,
         ):
             await stream.content.readline()
-            revoke_token(api.service.store.path, "ci")
+            revoke_token(api.service.settings.folder, "ci")
             assert await status(api, "GET", "/v1/jobs", **ci) == 401
             await stream.content.read()  # It ends.
             assert await status(api, "GET", "/v1/jobs", **other) == 200

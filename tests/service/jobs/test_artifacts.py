@@ -16,9 +16,15 @@ from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.service.jobs.artifacts import ArtifactError, JobFiles, OpenArtifact, UnknownArtifactError
-from asyncpipe.service.jobs.job_log import JobEvent
-from asyncpipe.service.jobs.loss_file import LossFile, LossRow
+from asyncpipe.service.jobs.artifacts import (
+    ArtifactError,
+    JobFiles,
+    OpenArtifact,
+    UnknownArtifactError,
+    event_lines,
+    loss_lines,
+)
+from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.train.snapshots.format import Manifest, write_snapshot
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -33,13 +39,6 @@ def folder(tmp_path: Path) -> Path:
 def snapshot(folder: Path, step: int, **more: object) -> Path:
     states = {"model": {"weight": torch.full((5,), float(step))}, "optimizer": {}, "run": {"step": step}, **more}
     return write_snapshot(folder / "snapshots" / f"step-{step}", states, Manifest(step=step))
-
-
-def write_losses(folder: Path, *rows: LossRow) -> None:
-    file = LossFile(folder)
-    for row in rows:
-        file.append(row)
-    file.close()
 
 
 def row(step: int, loss: float = 0.1) -> LossRow:
@@ -143,38 +142,24 @@ def test_a_name_is_looked_up_and_never_a_path(folder, name):
         JobFiles(folder).open(name)
 
 
-def test_losses_are_each_step_once_as_lines_and_as_a_table(folder):
+def test_losses_are_lines_and_a_table_that_is_read_back_with_the_same_bits(folder):
     with pytest.raises(UnknownArtifactError):
         JobFiles(folder).open("losses.csv")
-    rows = [row(step, 1 / step) for step in range(1, 2001)]
-    write_losses(folder, *rows, row(2001, float("nan")))
-    files = JobFiles(folder)
-    found = content(files.open("losses.jsonl"), piece=100_000)
-    assert found == (folder / "losses.jsonl").read_bytes()
-    table = list(csv.reader(StringIO(content(files.open("losses.csv"), piece=100_000).decode(), newline="")))
-    assert table[0] == list(LossRow._fields)
-    assert [LossRow(int(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in table[1:-1]] == rows
+    rows = [*(row(step, 1 / step) for step in range(1, 2001)), row(2001, float("nan"))]
+    files = JobFiles(folder, has_losses=True)
+    lines = content(files.open("losses.jsonl", parts=[loss_lines(rows, as_csv=False)]), piece=100_000).splitlines()
+    found = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [LossRow(**{**each, "loss": float(each["loss"])}) for each in found[:-1]] == rows[:-1]
+    assert found[-1]["loss"] == "nan"
+    table = list(csv.reader(StringIO(loss_lines(rows, as_csv=True).decode(), newline="")))
+    assert [LossRow(int(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in table[:-1]] == rows[:-1]
     assert table[-1][:2] == ["2001", "nan"]
-
-
-def test_what_a_killed_process_left_of_losses_is_no_row(folder):
-    write_losses(folder, row(1), row(2))
-    whole = (folder / "losses.jsonl").read_bytes()
-    repeated, torn = row(2, 0.7).line(), row(3).line()[:-5]
-    (folder / "losses.jsonl").write_bytes(whole + repeated + b"x" * 200_000 + b"\n" + row(4).line() + torn)
-    assert content(JobFiles(folder).open("losses.jsonl")) == whole + row(4).line()
-
-
-def test_losses_that_are_open_do_not_change(folder):
-    write_losses(folder, row(1), row(2))
-    opened = JobFiles(folder).open("losses.jsonl")
-    write_losses(folder, row(1, 9.0))
-    assert [json.loads(line)["step"] for line in content(opened).splitlines()] == [1, 2]
 
 
 def test_the_log_has_no_secrets(folder):
     events = [JobEvent(1, 5.0, "note", {"level": 20, "text": "a secret"}), JobEvent(2, 6.0, "snapshot", {"step": 3})]
-    opened = JobFiles(folder).open("log.jsonl", events=events, redact=lambda text: text.replace("secret", "…"))
+    parts = [event_lines(events, lambda text: text.replace("secret", "…"))]
+    opened = JobFiles(folder).open("log.jsonl", parts=parts)
     assert [json.loads(line) for line in content(opened).splitlines()] == [
         {"id": 1, "at": 5.0, "kind": "note", "data": {"level": 20, "text": "a …"}},
         {"id": 2, "at": 6.0, "kind": "snapshot", "data": {"step": 3}},
@@ -196,7 +181,6 @@ def test_a_full_disk_is_said(folder, monkeypatch):
     def full(**_: object) -> object:
         raise OSError(28, "No space left on device")
 
-    write_losses(folder, row(1))
     monkeypatch.setattr("asyncpipe.service.jobs.artifacts.TemporaryFile", full)
     with pytest.raises(ArtifactError, match=r"losses\.csv cannot be read: No space left"):
-        JobFiles(folder).open("losses.csv")
+        JobFiles(folder, has_losses=True).open("losses.csv")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,9 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.job_states import JobRecord, JobState
-from asyncpipe.service.jobs.last_view import earlier_steps, keep_view, past_view
-from asyncpipe.service.jobs.loss_file import LossFile, LossRow, spread_losses
+from asyncpipe.service.jobs.last_view import RECENT, PastView, keep_view, past_view, steps_of_view
 from asyncpipe.service.jobs.outlook import Pace
+from asyncpipe.service.store.job_records import LossRow
 
 RECORD = JobRecord("1" * 26, SPEC, JobState.FAILED, "because", 0.0, 1.0, step=50)
 
@@ -28,32 +27,9 @@ def row(step: int) -> LossRow:
     return LossRow(step, 10 / step, 0.1, 0.5, 64)
 
 
-def write(folder: Path, rows: list[LossRow]) -> None:
-    file = LossFile(folder)
-    for each in rows:
-        file.append(each)
-    file.close()
-
-
-@pytest.mark.parametrize(("steps", "most"), [(0, 5), (1, 5), (3, 5), (5, 5), (1000, 7), (1000, 1)])
-def test_a_curve_of_few_points_goes_from_the_first_step_to_the_last(tmp_path, steps, most):
-    assert spread_losses(tmp_path, most) == []
-    write(tmp_path, [row(step) for step in range(1, steps + 1)])
-    found = [each.step for each in spread_losses(tmp_path, most)]
-    assert len(found) <= most
-    assert found == sorted(set(found))
-    if steps and most > 1:
-        assert (found[0], found[-1]) == (1, steps)
-    if steps == 1000 and most > 1:
-        gaps = [b - a for a, b in pairwise(found)]
-        assert max(gaps) < 1.2 * min(gaps)
-
-
-def test_a_line_that_is_being_written_is_no_point(tmp_path):
-    write(tmp_path, [row(1), row(2)])
-    with (tmp_path / "losses.jsonl").open("ab") as file:
-        file.write(row(3).line()[:20])
-    assert [each.step for each in spread_losses(tmp_path, 50)] == [1, 2]
+def shown(folder: Path, steps: int) -> PastView:
+    rows = [row(step) for step in range(1, steps + 1)]
+    return past_view(RECORD, folder, rows, rows[-RECENT:])
 
 
 def test_the_pace_is_that_of_the_last_steps():
@@ -76,8 +52,7 @@ def test_a_job_that_does_not_run_shows_its_losses_and_its_last_step(tmp_path):
     assert list(tmp_path.iterdir()) == []
     view.step_completed(simulate(lower(find_schedule("gpipe"), Shape(2, 2, 2), devices=["cpu:0", "cpu:1"])))
     keep_view(tmp_path, view)
-    write(tmp_path, [row(step) for step in range(1, 51)])
-    state = past_view(RECORD, tmp_path).snapshot()
+    state = shown(tmp_path, 50).snapshot()
     expected = json.loads(json.dumps(view.snapshot()))
     assert (state["step"], state["timeline"]) == (expected["step"], expected["timeline"])
     assert (state["ended"], state["job"]) == (True, SPEC.name)
@@ -90,15 +65,13 @@ def test_a_job_that_does_not_run_shows_its_losses_and_its_last_step(tmp_path):
 )
 def test_a_damaged_file_leaves_the_losses(tmp_path, content):
     (tmp_path / "last_step.json.gz").write_bytes(content)
-    write(tmp_path, [row(1)])
-    state = past_view(RECORD, tmp_path).snapshot()
+    state = shown(tmp_path, 1).snapshot()
     assert (state["step"], state["timeline"], state["training"]["loss"]) == (None, None, 10.0)
 
 
-def test_a_run_that_goes_on_has_the_steps_before_it(tmp_path):
-    write(tmp_path, [row(step) for step in range(1, 41)])
+def test_a_run_that_goes_on_has_the_steps_before_it():
     view = LiveView("run", steps=50)
-    view.go_on(30, earlier_steps(tmp_path))
+    view.go_on(30, steps_of_view([row(step) for step in range(1, 41)]))
     assert [point[0] for point in view.snapshot()["history"]] == list(range(1, 31))
     view.training_step(0.5, 0, 64, 0.5)
     assert view.snapshot()["training"]["steps"] == 31

@@ -236,7 +236,6 @@ async def test_a_request_that_the_store_does_not_take_changes_nothing(tmp_path, 
 async def test_progress_that_the_store_does_not_take_is_told_and_kept_later(tmp_path, monkeypatch):
     async with opened(tmp_path) as service:
         job = await service.running(snapshots={"every": 1})
-        log = service.manager.logs.of(job.id)
         progress, refused = service.store.progress, 0
 
         async def failing(*args):
@@ -254,7 +253,7 @@ async def test_progress_that_the_store_does_not_take_is_told_and_kept_later(tmp_
             await until(lambda step=step: refused >= step)
         fake.go()
         await service.comes(job.id, FINISHED)
-        events = [event for _, event in log.since(0, 0, 0)]
+        events = await service.store.events(job.id)
         notes = [event.data["text"] for event in events if event.kind == "note"]
         assert [note for note in notes if "the store cannot record its progress" in note] != []
         # Acknowledged in order, each once, and only when the store knew.

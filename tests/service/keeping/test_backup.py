@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sqlite3
 import stat
 import tarfile
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +22,15 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe import cli
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.keeping.archive import BackupError
-from asyncpipe.service.keeping.backup import SnapshotsWanted, back_up
-from asyncpipe.service.keeping.restore import restore
+from asyncpipe.service.keeping import backup as backup_module
+from asyncpipe.service.keeping.backup import BackupError, SnapshotsWanted, back_up, restore
+from asyncpipe.service.store import job_records
 from asyncpipe.service.store.database import StoreError, StoreProblem, open_beside
+from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.training_service import TrainingService
+from asyncpipe.train.snapshots.format import Manifest, write_snapshot
 from asyncpipe.train.workload import Workload
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
@@ -80,7 +85,7 @@ async def test_a_job_that_runs_goes_on_from_its_backup_with_the_same_bits(tmp_pa
         Held.open.set()
         await finished(first, record.id)
     restored = await asyncio.to_thread(restore, backup, tmp_path / "second")
-    assert restored.jobs == 1
+    assert restored == 1
     assert curve(tmp_path / "second", record.id)[-1][0] >= newest_step(tmp_path / "second", record.id) > 0
     async with service(tmp_path / "second") as second:
         assert [each.id for each in await second.list()] == [record.id]
@@ -123,35 +128,41 @@ async def test_commands_make_and_restore_a_backup_of_a_store_that_is_in_use(fold
     assert not list(tmp_path.glob("*.incomplete")) + list(tmp_path.glob("no.tar*"))
 
 
+def a_snapshot(folder: Path, step: int) -> Path:
+    path = folder / "snapshots" / f"step-{step}"
+    return write_snapshot(path, {"model": {"weight": torch.ones(9)}, "optimizer": {}}, Manifest(step=step))
+
+
 async def test_what_is_damaged_or_cut_off_is_not_restored(folder, tmp_path):
+    job = next((folder / "jobs").iterdir())
+    (job / "snapshots").mkdir()
+    model = (a_snapshot(job, 3) / "model.pt").read_bytes()
     backup = tmp_path / "backup.tar"
     back_up(folder, backup)
     content = backup.read_bytes()
-    at = content.index(b"submitted")
+    store, snapshot = content.index(b"SQLite format 3"), content.index(model)
     wrong = {
-        "is damaged: 1 of its files": content[:at] + b"?" + content[at + 1 :],
-        "is cut off": content[: len(content) // 2],
-        "or no backup": b"hello" * 1000,
-        "holds '../out' where it cannot be": None,
+        "no backup": [b"hello" * 1000, content[: len(content) // 2], content[:store] + bytes(len(content) - store)],
+        "is damaged: .*model.pt": [content[: snapshot + 100] + b"?" + content[snapshot + 101 :]],
     }
-    for problem, damaged in wrong.items():
-        if damaged is None:
-            with tarfile.open(backup, "w") as tar:
-                (tmp_path / "out").write_text("out")
-                tar.add(tmp_path / "out", "../out")
-        else:
+    for problem, contents in wrong.items():
+        for damaged in contents:
             backup.write_bytes(damaged)
-        with pytest.raises(BackupError, match=problem):
-            restore(backup, tmp_path / "restored")
-        assert not list(tmp_path.glob("restored*"))
+            with pytest.raises(BackupError, match=problem):
+                restore(backup, tmp_path / "restored")
+    (tmp_path / "out").write_text("out")
+    with tarfile.open(backup, "w") as tar:
+        tar.add(tmp_path / "out", "../out")
+    with pytest.raises(BackupError):
+        restore(backup, tmp_path / "restored")
+    assert not list(tmp_path.glob("restored*"))
 
 
 async def test_what_is_missing_is_told_and_all_else_is_backed_up(folder, tmp_path):
-    (job,) = [path for path in (folder / "jobs").iterdir() if "finished" in (path / "events.jsonl").read_text()]
-    (job / "losses.jsonl").write_text('{"step": 1, "loss": 1.0, "learning_rate": 0.1, "seconds": 1, "tokens": 4}\n{"st')
+    job, other = sorted(path for path in (folder / "jobs").iterdir())[:2]
     damaged = job / "snapshots" / "step-2"
     damaged.mkdir(parents=True)
-    (other,) = [path for path in (folder / "jobs").iterdir() if path != job]
+    a_snapshot(job, 4)
     for path in (*other.iterdir(), other):
         path.unlink() if path.is_file() else path.rmdir()
     done = back_up(folder, tmp_path / "backup.tar", SnapshotsWanted.ALL)
@@ -159,8 +170,30 @@ async def test_what_is_missing_is_told_and_all_else_is_backed_up(folder, tmp_pat
     assert any("snapshot.json cannot be read" in problem for problem in done.problems)
     assert any(f"{other} is not there" in problem for problem in done.problems)
     restore(tmp_path / "backup.tar", tmp_path / "restored")
-    assert (tmp_path / "restored" / "jobs" / job.name / "losses.jsonl").read_text().count("\n") == 1
-    assert not (tmp_path / "restored" / "jobs" / job.name / "snapshots").exists()
+    assert [path.name for path in (tmp_path / "restored" / "jobs" / job.name / "snapshots").iterdir()] == ["step-4"]
+
+
+async def test_the_losses_of_a_backup_reach_its_newest_snapshot(folder, tmp_path, monkeypatch):
+    job = sorted(path for path in (folder / "jobs").iterdir())[0]
+    async with JobStore(folder / "jobs.sqlite3") as store:
+        await store.write_records(job.name, [LossRow(step, 1 / step, 0.1, 0.5, 64) for step in (1, 2)], [])
+        add = backup_module._add_snapshots
+
+        def later(*arguments: Any) -> int:
+            """Between the copy of the store and its snapshots, the job goes on."""
+            rows = [LossRow(step, 1 / step, 0.1, 0.5, 64) for step in (3, 4, 5)]
+            with closing(sqlite3.connect(folder / "jobs.sqlite3")) as live:
+                job_records.write_records(live, job.name, rows, [])
+                live.commit()
+            if not (job / "snapshots" / "step-4").exists():
+                (job / "snapshots").mkdir()
+                a_snapshot(job, 4)
+            return add(*arguments)
+
+        monkeypatch.setattr(backup_module, "_add_snapshots", later)
+        await asyncio.to_thread(back_up, folder, tmp_path / "backup.tar")
+    restore(tmp_path / "backup.tar", tmp_path / "restored")
+    assert [step for step, *_ in curve(tmp_path / "restored", job.name)] == [1, 2, 3, 4]
 
 
 async def test_a_reader_beside_a_service_sees_one_state_and_delays_no_commit(tmp_path):

@@ -46,7 +46,7 @@ async def filled(path: Path, jobs: int = 1) -> list[str]:
 
 
 async def pragma(store: JobStore, name: str) -> object:
-    return await store.thread.run(lambda connection: connection.execute(f"PRAGMA {name}").fetchone()[0], writes=False)
+    return await store._thread.run(lambda connection: connection.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 async def test_nobody_else_may_read_it(path):
@@ -142,9 +142,9 @@ async def test_a_damaged_file_is_refused(path, page):
 async def test_damage_that_is_met_later_is_a_typed_error_and_the_store_closes(path):
     ids = await filled(path)
     async with JobStore(path) as store:
-        damage = "UPDATE specs SET spec = '{}'"
-        await store.thread.run(lambda connection: connection.execute(damage).rowcount, writes=True)
-        with pytest.raises(StoreError, match=f"job {ids[0]}: a stored specification cannot be read") as caught:
+        damage = "UPDATE documents SET document = '[]'"
+        await store._thread.run(lambda connection: connection.execute(damage).rowcount)
+        with pytest.raises(StoreError, match=f"job {ids[0]}: a job's document is a JSON object") as caught:
             await store.get(ids[0])
         assert caught.value.problem is StoreProblem.DAMAGED
         assert (await submitted(store, SPEC)).state is JobState.QUEUED

@@ -85,11 +85,3 @@ async def test_a_full_queue_lets_no_paused_job_in(path):
         assert (await store.transition(first.id, QUEUED, "because", most_queued=1)).state is QUEUED
         # What ran has its place.
         assert (await store.transition(second.id, QUEUED, "because")).state is QUEUED
-
-
-async def test_whether_the_thread_is_there(path):
-    store = JobStore(path)
-    assert not store.thread.is_alive
-    async with store:
-        assert store.thread.is_alive
-    assert not store.thread.is_alive

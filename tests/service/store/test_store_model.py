@@ -140,7 +140,8 @@ class StoreMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(sorted(self.jobs)))
         old = self.jobs[job]
         if old.state not in FINAL_STATES:
-            self.jobs[job] = replace(old, schedule=schedule, updated=self.now)
+            document = {**old.spec.document, "pipeline": {**old.spec.table("pipeline"), "schedule": schedule}}
+            self.jobs[job] = replace(old, spec=replace(old.spec, document=document), updated=self.now)
             assert self.runner.run(self.store.change_schedule(job, schedule)) == self.jobs[job]
         else:
             with pytest.raises(JobStateError):

@@ -102,7 +102,7 @@ def test_a_submission_becomes_a_job_with_the_services_own_folder():
         PriorityClass.FOREGROUND,
         1.0,
     )
-    job = job_of(JobSpec.from_json(spec.to_json()), record(spec), SERVICE)
+    job = job_of(spec, record(spec), SERVICE)
     assert isinstance(job, Job)
     assert job.job.parameters == {"width": 8}
     assert (job.pipeline.devices, job.pipeline.balance, job.pipeline.microbatches) == (("cpu:0", "cpu:1"), (1, 2), 8)
@@ -111,12 +111,6 @@ def test_a_submission_becomes_a_job_with_the_services_own_folder():
     assert (job.snapshots.folder, job.snapshots.resume) == (Path("runs/s/jobs/01abc/snapshots"), True)
     assert (job.snapshots.every, job.snapshots.keep, job.snapshots.keep_every) == (100, 3, None)
     assert str(job.path) == "job 01abc"
-
-
-def test_a_changed_schedule_takes_the_place_of_the_submitted_one():
-    spec = check_submission(RIGHT, SERVICE, ENTRIES)
-    assert job_of(spec, record(spec, schedule="1f1b"), SERVICE).pipeline.schedule == "1f1b"
-    assert job_of(spec, record(spec), SERVICE).pipeline.schedule == "gpipe"
 
 
 def test_a_kept_job_has_its_defaults_written_down():
@@ -184,11 +178,9 @@ submissions = st.fixed_dictionaries(
 @given(submissions)
 @hypothesis_settings(max_examples=100)
 def test_what_was_submitted_is_what_runs(submission):
-    """Submission → JobSpec → JSON → JobSpec → Job: nothing is lost and nothing changes on the way."""
+    """Submission → JobSpec → Job: nothing is lost and nothing changes on the way."""
     spec = check_submission(json.dumps(submission), SERVICE, ENTRIES)
-    again = JobSpec.from_json(spec.to_json())
-    assert again == spec
-    job = job_of(again, record(again), SERVICE).model_dump(mode="json")
+    job = job_of(spec, record(spec), SERVICE).model_dump(mode="json")
     assert (spec.priority_class, spec.weight) == (
         submission.get("priority_class", "foreground"),
         submission.get("weight", 1.0),

@@ -14,7 +14,6 @@ from run_helpers import assert_same_end
 from worker_helpers import is_alive
 
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.jobs.loss_file import read_losses
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
@@ -78,7 +77,7 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         record = await comes(service, job, JobState.FINISHED, JobState.FAILED)
         assert record.cause == f"all {STEPS} steps are done"
         parsed = job_of(record.spec, record, manager.settings)
-        rows = read_losses(manager.logs.folder / job, 0, 100)
+        rows = await service.store.losses(job)
         collector = manager.metrics.collector_of(record)
         totals = collector.snapshot()
         assert totals.counters["samples"][()] == STEPS * 8

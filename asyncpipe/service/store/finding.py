@@ -1,0 +1,155 @@
+"""The SQL that reads jobs: one job, lists of jobs, and which job a text means. Called in the store's thread.
+
+Jobs are ordered by their number, which counts submissions; clients see ids only. A list of some states or of an entry
+takes as long in a store of a hundred thousand jobs as in an empty one; a search by tag, text or time looks at all jobs,
+which takes about 50 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from typing import Any
+
+from asyncpipe.errors import OptionError
+from asyncpipe.service.job_states import MAX_NAME, JobRecord, JobSpec, JobState, PriorityClass, is_tag
+from asyncpipe.service.store.store_errors import MOST_CANDIDATES, AmbiguousJobError, JobCandidate, UnknownJobError
+
+__all__ = ["JobFilter", "every_job", "find_job", "is_text", "list_jobs", "number_of", "resolve_job"]
+
+_OF_RECORD = (
+    "id", "state", "cause", "submitted", "updated", "attempts", "step", "snapshot", "asked", "asked_cause", "crashes",
+    "forked_from", "from_step",
+)  # fmt: skip
+_SELECT = f"""SELECT {", ".join(_OF_RECORD)}, name, entry, document, priority_class, weight, tags, deadline
+FROM jobs JOIN documents ON documents.job = jobs.number"""  # noqa: S608 - no input
+_SEARCHED = ("name", "entry", "id", "cause", "tags")
+
+
+@dataclass(frozen=True, slots=True)
+class JobFilter:
+    """Which jobs a list has: those that meet all that is given. Raises ``OptionError``."""
+
+    states: frozenset[JobState] | None = None
+    """In any of these."""
+    entry: str | None = None
+    tags: tuple[str, ...] = ()
+    """With all of these."""
+    text: str | None = None
+    """In the name, entry, id, cause or a tag; for ASCII letters, whether upper or lower case."""
+    since: float | None = None
+    """That have changed, or done a step, at this Unix time or later."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("entry", self.entry), ("text", self.text)):
+            if value is not None and not (is_text(value) and len(value) <= MAX_NAME):
+                raise OptionError(f"a list's {name} is a text of 1 to {MAX_NAME} characters, not {value!r:.100}")
+        if not all(map(is_tag, self.tags)):
+            raise OptionError(f"a list's tags are tags of jobs, not {self.tags!r:.100}")
+        if self.since is not None and not (isinstance(self.since, int | float) and -1e15 < self.since < 1e15):
+            raise OptionError(f"a list's time is a Unix time in seconds, not {self.since!r:.100}")
+
+
+def find_job(connection: sqlite3.Connection, job: str) -> JobRecord:
+    """The job of this id. Raises ``UnknownJobError``."""
+    row = connection.execute(f"{_SELECT} WHERE id = ?", (job,)).fetchone()
+    if row is None:
+        raise UnknownJobError(job)
+    return _record(row)
+
+
+def number_of(connection: sqlite3.Connection, job: str) -> int:
+    """The number of the job of this id. Raises ``UnknownJobError``."""
+    row = connection.execute("SELECT number FROM jobs WHERE id = ?", (job,)).fetchone()
+    if row is None:
+        raise UnknownJobError(job)
+    number: int = row[0]
+    return number
+
+
+def list_jobs(
+    connection: sqlite3.Connection, wanted: JobFilter, limit: int, after: str | None, *, newest_first: bool
+) -> tuple[JobRecord, ...]:
+    """At most ``limit`` of the ``wanted`` jobs that follow job ``after`` in the list.
+
+    Each state is a SELECT of its own, with at most ``limit`` rows from the index of that state: SQLite would sort all
+    jobs of these states instead.
+    """
+    order, follows = ("DESC", "<") if newest_first else ("ASC", ">")
+    conditions, given = _conditions(wanted)
+    if after is not None:
+        conditions.append(f"number {follows} ?")
+        given.append(number_of(connection, after))
+    parts, values = [], list[Any]()
+    for state in [None] if wanted.states is None else sorted(wanted.states):
+        of_state = [] if state is None else ["state = ?"]
+        where = " AND ".join([*of_state, *conditions]) or "1"
+        parts.append(f"SELECT * FROM (SELECT number FROM jobs WHERE {where} ORDER BY number {order} LIMIT ?)")  # noqa: S608 - no input
+        values += [*([] if state is None else [state]), *given, limit]
+    chosen = " UNION ALL ".join(parts) or "NULL"
+    rows = connection.execute(f"{_SELECT} WHERE number IN ({chosen}) ORDER BY number {order} LIMIT ?", (*values, limit))
+    return tuple(map(_record, rows.fetchall()))
+
+
+def _conditions(wanted: JobFilter) -> tuple[list[str], list[Any]]:
+    """What jobs of ``wanted`` meet beside their state, as SQL and its values."""
+    found: list[tuple[str, list[Any]]] = []
+    if wanted.entry is not None:
+        found.append(("entry = ?", [wanted.entry]))
+    found += [("instr(tags, ?)", [f'"{tag}"']) for tag in wanted.tags]
+    if wanted.since is not None:
+        found.append(("updated >= ?", [wanted.since]))
+    if wanted.text is not None:
+        like = "%" + "".join(f"\\{each}" if each in "%_\\" else each for each in wanted.text) + "%"
+        columns = [f"{column} LIKE ? ESCAPE '\\'" for column in _SEARCHED]
+        found.append((f"({' OR '.join(columns)})", [like] * len(columns)))
+    return [clause for clause, _ in found], [value for _, values in found for value in values]
+
+
+def every_job(connection: sqlite3.Connection) -> tuple[JobRecord, ...]:
+    """All jobs, oldest first."""
+    return tuple(map(_record, connection.execute(f"{_SELECT} ORDER BY number").fetchall()))
+
+
+def resolve_job(connection: sqlite3.Connection, text: str) -> str:
+    """The id of the job that ``text`` means: its id, the unique beginning of its id, or its name if no other has it.
+
+    Raises ``UnknownJobError``, and ``AmbiguousJobError`` with the newest of the jobs that it may mean.
+    """
+    if connection.execute("SELECT id FROM jobs WHERE id = ?", (text,)).fetchone() is not None:
+        return text
+    rows = connection.execute(
+        "SELECT id, name, state FROM jobs WHERE number IN ("
+        "SELECT number FROM jobs WHERE name = ? UNION SELECT number FROM jobs WHERE id >= ? AND id < ?"
+        ") ORDER BY number DESC LIMIT ?",
+        (text, text.lower(), text.lower() + "\U0010ffff", MOST_CANDIDATES + 1),
+    ).fetchall()
+    if not rows:
+        raise UnknownJobError(text)
+    if len(rows) > 1:
+        raise AmbiguousJobError(text, [JobCandidate(job, name, JobState(state)) for job, name, state in rows])
+    found: str = rows[0][0]
+    return found
+
+
+def is_text(text: object) -> bool:
+    """Whether ``text`` can be passed to SQLite, and is not empty."""
+    try:
+        return isinstance(text, str) and bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _record(row: tuple[Any, ...]) -> JobRecord:
+    values = dict(zip(_OF_RECORD, row, strict=False))
+    try:
+        name, entry, document, priority_class, weight, tags, deadline = row[len(_OF_RECORD) :]
+        values["spec"] = JobSpec(
+            name, entry, json.loads(document), PriorityClass(priority_class), weight, tuple(json.loads(tags)), deadline
+        )
+        values["state"] = JobState(values["state"])
+        values["asked"] = None if values["asked"] is None else JobState(values["asked"])
+        return JobRecord(**values)
+    except ValueError as error:
+        raise sqlite3.DataError(f"job {row[0]}: {error}") from error
