@@ -48,7 +48,8 @@ from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.wire_messages import Pieces, StepWork
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded, StartPart
-from asyncpipe.runtime.parts_driver import PartsDriver, PlacedPipeline, WorkerLink
+from asyncpipe.runtime.parts_driver import PartsDriver
+from asyncpipe.runtime.parts_execution import PlacedPipeline, WorkerLink
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.workers.group import WorkerGroup

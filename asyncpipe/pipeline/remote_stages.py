@@ -45,7 +45,8 @@ from asyncpipe.pipeline.wire_messages import (
     WriteCopies,
 )
 from asyncpipe.pipeline.workers import Workers, check_transport
-from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver, PartsExecution, PlacedPipeline
+from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver
+from asyncpipe.runtime.parts_execution import PartsExecution, PlacedPipeline
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.connection import WorkerConnection

@@ -15,7 +15,7 @@ from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_stages import PreparedWork, RemoteStages
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import StepInputs
-from asyncpipe.runtime.parts_driver import PartsExecution
+from asyncpipe.runtime.parts_execution import PartsExecution
 from asyncpipe.runtime.started_step import Line, StartedInThread, StartedStep
 
 __all__ = ["RemoteStep"]

@@ -3,7 +3,9 @@
 In the order of a step:
 
 ``driver.py``      passes events to the scheduler and its commands to executors, on one asyncio loop
-``execution.py``   one step under way, its gates, and the tenant that it belongs to
+``step_driver.py`` what the drivers of threads and of workers share: begin, wait for, end and refuse steps
+``step_abort.py``  how a step ends early: the order of flag, inbox and STOP, with its proof
+``execution.py``   one step under way on threads, and its gates
 ``executor.py``    the seam: what an executor is given, and what it reports
 ``program_run.py``  one device's program in one step: how far it has come, and who is told
 ``device_thread.py``  what a device's thread does: single tasks and programs
@@ -16,6 +18,7 @@ In the order of a step:
 ``process.py``     the process that threads live in, which a forked child is not
 ``task_threads.py``  which code runs inside a task
 ``thread_calls.py``  calls in threads for coroutines that wait for them: errors, cancellation
+``parts_driver.py``  runs steps in workers: ``parts_execution.py`` is one of them, ``part_messages.py`` what is said of it
 ``watchdog.py``    fails a step whose task hangs, on a thread or in a worker
 ``hang_search.py``  asks the workers of a step that hangs what they are at, and ends what is at the root
 ``workers/``       worker processes, and the connection to each

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,13 +40,14 @@ from asyncpipe.core.hangs.roots import hang_roots
 from asyncpipe.core.policies.policy import MakePolicy
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import remove_record
-from asyncpipe.errors import InvalidTransition
+from asyncpipe.errors import HungTaskError, InvalidTransition
 from asyncpipe.runtime.arrivals import Arrivals, Listens
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, nothing_around
 from asyncpipe.runtime.executor import Assignment, Executor, JoinsInTime, Replaceable
 from asyncpipe.runtime.program_run import RunsPrograms
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.step_driver import StepDriver, Tenant
+from asyncpipe.runtime.watchdog import Suspect
 
 __all__ = ["Driver"]
 
@@ -206,18 +209,35 @@ class Driver(StepDriver[Execution]):
 
     def running(self) -> list[RunningTask]:
         """The running tasks, on executors that can give them up. From any thread."""
-        found = []
-        for executor in tuple(self._executors.values()):
-            if not isinstance(executor, Replaceable):
-                continue
-            for current in executor.running:
-                handle, task, started, _ = current
-                if (execution := self._under_way.get(handle.number)) is not None:
-                    expected = self.scheduler.expected(handle.number, task)
-                    found.append(
-                        RunningTask(execution, task, started, executor, current, expected, self.fail, self._waits)
-                    )
-        return found
+        return [
+            RunningTask(execution, current[1], current[2], executor, current)
+            for executor in tuple(self._executors.values())
+            if isinstance(executor, Replaceable)
+            for current in executor.running
+            if (execution := self._under_way.get(current[0].number)) is not None
+        ]
+
+    def suspects(self) -> list[Suspect]:
+        """The running tasks, as the watchdog sees them."""
+        return [
+            Suspect(
+                running.started,
+                self.scheduler.expected(running.execution.number, running.task),
+                partial(self._give_up, running),
+                running.executor.thread,
+            )
+            for running in self.running()
+        ]
+
+    def _give_up(self, running: RunningTask, seconds: float, found: Callable[[str], object]) -> None:
+        """Abandon a task that hangs, and fail its step."""
+        execution, number = running.execution, running.task
+        task, expected = execution.graph.tasks[number], self.scheduler.expected(execution.number, number)
+        waits, frame = self._waits(execution, number), sys._current_frames().get(running.executor.thread or 0)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        error = HungTaskError(task.id, task.lane.device, seconds, expected, waits, stack)
+        if running.executor.give_up(running.current, lambda: self.fail(execution, number, error)):
+            found("\n".join([str(error), *(f"  {wait}" for wait in waits)]))
 
     def _waits(self, execution: Execution, task: int) -> Sequence[str]:
         """How other tasks of a step wait for one that hangs, from the one that is farthest from it."""

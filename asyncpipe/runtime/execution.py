@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +13,6 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.errors import HungTaskError
 from asyncpipe.runtime.executor import Completion, CurrentTask, Executor, Replaceable, TaskFunction
 from asyncpipe.runtime.program_run import ProgramRun, RunsPrograms
 from asyncpipe.runtime.step_abort import StepAbort
@@ -171,23 +168,3 @@ class RunningTask(NamedTuple):
     executor: Replaceable
     current: CurrentTask
     """What the executor's ``give_up`` takes."""
-    expected: float | None
-    """The mean seconds that it took in earlier steps of its job; ``None`` if that is not known."""
-    fail: Callable[[Execution, int, BaseException], None]
-    """Fails the step, because the executor has given the task up and will not report it."""
-    waits: Callable[[Execution, int], Sequence[str]]
-    """Says how other tasks of the step wait for this one."""
-
-    @property
-    def thread(self) -> int | None:
-        """The identifier of the thread that runs it."""
-        return self.executor.thread
-
-    def give_up(self, seconds: float, found: Callable[[str], object]) -> None:
-        """Abandon it after ``seconds``, and fail its step; ``found`` gets what to log, unless it has just ended."""
-        task = self.execution.graph.tasks[self.task]
-        waits, frame = self.waits(self.execution, self.task), sys._current_frames().get(self.thread or 0)
-        stack = "" if frame is None else "".join(traceback.format_stack(frame))
-        error = HungTaskError(task.id, task.lane.device, seconds, self.expected, waits, stack)
-        if self.executor.give_up(self.current, lambda: self.fail(self.execution, self.task, error)):
-            found("\n".join([str(error), *(f"  {wait}" for wait in waits)]))

@@ -22,17 +22,17 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 from asyncpipe.core.graph.task import Task
-from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.hangs.reports import AskedFor, RunningReport, SeenWorker, WorkerReport
 from asyncpipe.core.hangs.roots import HangRoot, HangState, cut_off, hang_roots
-from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.errors import HangError, WorkerLostError
-from asyncpipe.runtime.step_abort import StepAbort
+from asyncpipe.runtime.parts_execution import PartsExecution, PlacedPipeline, WorkerLink
+from asyncpipe.runtime.watchdog import Suspect
 
-__all__ = ["HangSearch", "SuspectedWorker", "WatchedStep"]
+__all__ = ["HangSearch"]
 
 _logger = logging.getLogger(__name__)
 
@@ -50,60 +50,11 @@ LOOKS_AT_BEGIN = 10
 """How often a step may be found not to have begun in a worker: its mini-batch may be on its way there."""
 
 
-class SuspectedWorker(Protocol):
-    """A worker, as the search needs it."""
-
-    name: str
-    lost: WorkerLostError | None
-
-    @property
-    def silent_seconds(self) -> float:
-        """How long nothing has come from it. It is asked for a sign of life all the time."""
-
-    async def query(self, question: Any) -> Any:
-        """The answer of the thread there that answers pings. Raises ``WorkerLostError`` if the worker is gone."""
-
-    def kill(self, why: str, *, stacks: bool = False) -> None:
-        """End it, after a moment in which it writes down ``stacks``; it is lost then. From any thread."""
-
-
-_Worker = TypeVar("_Worker", bound=SuspectedWorker, covariant=True)
-
-
-class WatchedPipeline(Protocol):
-    """Whose step it is."""
-
-    times: JobAccount
-
-    @property
-    def workers(self) -> Mapping[str, SuspectedWorker]:
-        """By device."""
-
-
-class WatchedStep(Protocol):
-    """A step under way in workers."""
-
-    number: int
-    graph: TaskGraph
-    abort: StepAbort
-
-    @property
-    def pipeline(self) -> WatchedPipeline: ...
-
-    @property
-    def workers(self) -> Mapping[str, SuspectedWorker]:
-        """Those that run a part of it, by name."""
-
-    @property
-    def ended(self) -> Mapping[str, object]:
-        """Those that are done with it, by name."""
-
-
 @dataclass(eq=False)
 class _Look:
     """What is known of a step."""
 
-    step: WatchedStep
+    step: PartsExecution
     began: float
     moved_at: float
     """When something was last seen to have happened."""
@@ -115,26 +66,16 @@ class _Look:
     """How often a worker was found that had not begun it."""
 
 
-class Suspect(NamedTuple):
-    """Something that may hang in a worker: ``MayHang``."""
+class _Suspicion(NamedTuple):
+    """What may hang in a worker, or in the step as a whole."""
 
-    search: HangSearch
     look: _Look
-    started: float
-    expected: float | None
-    worker: SuspectedWorker | None = None
+    worker: WorkerLink | None = None
     """``None`` if it is the step in which nothing happens."""
     task: Task | None = None
     """``None`` if it is the worker that is silent."""
-
-    @property
-    def thread(self) -> int | None:
-        """``None``: it is in another process."""
-        return None
-
-    def give_up(self, seconds: float, found: Callable[[str], object]) -> None:
-        """Look for the root, and end it."""
-        self.search.begin_inquiry(self, seconds, found)
+    expected: float | None = 0.0
+    """The seconds that the task usually takes."""
 
     def usually(self, seconds: float) -> str:
         """What the task has done, in place of what it usually does."""
@@ -149,8 +90,8 @@ class HangSearch:
     def __init__(
         self,
         clock: Callable[[], float],
-        tasks_in: Callable[[Any], Sequence[tuple[Any, Task, float]]],
-        fail: Callable[[Any, HangError], None],
+        tasks_in: Callable[[WorkerLink], Sequence[tuple[PartsExecution, Task, float]]],
+        fail: Callable[[PartsExecution, HangError], None],
     ) -> None:
         """``tasks_in`` are the tasks that are seen to run in a worker: (step, task, since when). From any thread.
 
@@ -162,10 +103,10 @@ class HangSearch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looks: dict[int, _Look] = {}
         self._looked_at = 0.0
-        self._killed: dict[SuspectedWorker, HangError] = {}
+        self._killed: dict[WorkerLink, HangError] = {}
         """Those that are not gone yet."""
 
-    def begin(self, step: WatchedStep) -> None:
+    def begin(self, step: PartsExecution) -> None:
         """A step begins."""
         self._loop = asyncio.get_running_loop()
         now = self._clock()
@@ -182,7 +123,7 @@ class HangSearch:
             if asking is not None:
                 asking.cancel()
 
-    def lost(self, worker: SuspectedWorker) -> HangError | None:
+    def lost(self, worker: WorkerLink) -> HangError | None:
         """A worker is gone: why it was killed, if it was killed here."""
         return self._killed.pop(worker, None)
 
@@ -196,8 +137,8 @@ class HangSearch:
             with suppress(RuntimeError):  # The loop is closed: nobody waits for these steps.
                 self._loop.call_soon_threadsafe(self._ask, older)
         found: list[Suspect] = []
-        workers: set[SuspectedWorker] = set()
-        pipelines: set[WatchedPipeline] = set()
+        workers: set[WorkerLink] = set()
+        pipelines: set[PlacedPipeline] = set()
         for look in looks:
             for name, worker in look.step.workers.items():
                 if name in look.step.ended or worker in self._killed:
@@ -206,23 +147,33 @@ class HangSearch:
                 if worker not in workers:
                     # One that is stopped between two tasks runs none. It may take as long to answer as a task.
                     workers.add(worker)
-                    found.append(Suspect(self, look, self._clock() - worker.silent_seconds, 0.0, worker))
+                    found.append(self._suspect(self._clock() - worker.silent_seconds, look, worker))
             # A step that is behind another one waits for that.
             if look.step.pipeline not in pipelines and not look.step.abort.is_requested:
                 pipelines.add(look.step.pipeline)
-                found.append(Suspect(self, look, look.moved_at, 0.0))
+                found.append(self._suspect(look.moved_at, look))
         return found
 
-    def _running(self, look: _Look, worker: SuspectedWorker) -> Iterator[Suspect]:
+    def _running(self, look: _Look, worker: WorkerLink) -> Iterator[Suspect]:
         step, tasks = look.step, self._tasks_in(worker)
         running = [(task, started) for other, task, started in tasks if other is step]
         if not tasks and worker.name in look.told:  # It may be on another host.
             at, told = look.told[worker.name]
             running = [(step.graph.tasks[r.task], at - r.seconds) for r in told.running if r.step == step.number]
         for task, started in running:
-            yield Suspect(self, look, started, step.pipeline.times.expected(task), worker, task)
+            yield self._suspect(started, look, worker, task, step.pipeline.times.expected(task))
 
-    def begin_inquiry(self, suspect: Suspect, seconds: float, found: Callable[[str], object]) -> None:
+    def _suspect(
+        self,
+        started: float,
+        look: _Look,
+        worker: WorkerLink | None = None,
+        task: Task | None = None,
+        expected: float | None = 0.0,
+    ) -> Suspect:
+        return Suspect(started, expected, partial(self.begin_inquiry, _Suspicion(look, worker, task, expected)))
+
+    def begin_inquiry(self, suspect: _Suspicion, seconds: float, found: Callable[[str], object]) -> None:
         """Ask all workers of the step what they are at, and end what hangs."""
         if self._loop is not None:
             with suppress(RuntimeError):
@@ -237,7 +188,7 @@ class HangSearch:
                 if look.step.number in self._looks and name not in look.asked and name not in look.step.ended:
                     look.asked[name] = asyncio.ensure_future(self._hear(look, worker))
 
-    async def _hear(self, look: _Look, worker: SuspectedWorker) -> None:
+    async def _hear(self, look: _Look, worker: WorkerLink) -> None:
         try:
             with suppress(WorkerLostError):
                 self._note(look, worker.name, await worker.query((look.step.number, AskedFor.MOVED)))
@@ -251,14 +202,14 @@ class HangSearch:
             look.moved_at = now
         look.told[worker] = now, report
 
-    def _begin_inquiry(self, suspect: Suspect, seconds: float, found: Callable[[str], object]) -> None:
+    def _begin_inquiry(self, suspect: _Suspicion, seconds: float, found: Callable[[str], object]) -> None:
         look = suspect.look
         if look.inquiry is None and look.step.number in self._looks:
             inquiry = self._inquire(suspect, seconds, found)
             look.inquiry = asyncio.get_running_loop().create_task(inquiry, name=INQUIRY)
             look.inquiry.add_done_callback(lambda inquiry: _over(look, inquiry))
 
-    async def _inquire(self, suspect: Suspect, seconds: float, found: Callable[[str], object]) -> None:
+    async def _inquire(self, suspect: _Suspicion, seconds: float, found: Callable[[str], object]) -> None:
         look, step, began = suspect.look, suspect.look.step, self._clock()
         there = {name: worker for name, worker in step.workers.items() if worker.lost is None}
         patience = min(max(seconds / 2, SHORTEST_PATIENCE), LONGEST_PATIENCE)
@@ -292,7 +243,7 @@ class HangSearch:
         more = "" if why == str(error) else f"{why}\n"
         found(f"worker {worker.name!r} is killed: {more}{error.story}")
 
-    async def _cut_off(self, look: _Look, there: Mapping[str, SuspectedWorker], patience: float) -> str | None:
+    async def _cut_off(self, look: _Look, there: Mapping[str, WorkerLink], patience: float) -> str | None:
         """The worker that nothing gets through to or from: all send something on all edges, to see what comes."""
         number = look.step.number
         await _answers(there, (number, AskedFor.PROBES), patience)
@@ -302,7 +253,7 @@ class HangSearch:
 
     def _chosen(
         self,
-        suspect: Suspect,
+        suspect: _Suspicion,
         seconds: float,
         roots: Sequence[HangRoot],
         reports: Mapping[str, WorkerReport],
@@ -333,7 +284,7 @@ class HangSearch:
         look.moved_at = self._clock()  # To look again after another floor.
         return None
 
-    def _seen(self, look: _Look, worker: SuspectedWorker, report: WorkerReport | None) -> SeenWorker:
+    def _seen(self, look: _Look, worker: WorkerLink, report: WorkerReport | None) -> SeenWorker:
         step, now = look.step, self._clock()
         devices = tuple(device for device in step.graph.own_devices if step.pipeline.workers[device] is worker)
         running = [
@@ -352,9 +303,7 @@ def _over(look: _Look, inquiry: asyncio.Task[None]) -> None:
         _logger.error("the search for what hangs failed, which is a bug in asyncpipe; it begins again", exc_info=error)
 
 
-async def _answers(
-    workers: Mapping[str, SuspectedWorker], question: object, patience: float
-) -> dict[str, WorkerReport]:
+async def _answers(workers: Mapping[str, WorkerLink], question: object, patience: float) -> dict[str, WorkerReport]:
     """What each worker answers; without those that are gone, or that nothing has come from for ``patience`` seconds."""
     asked = {name: asyncio.ensure_future(worker.query(question)) for name, worker in workers.items()}
     until = time.monotonic() + LONGEST_SECONDS

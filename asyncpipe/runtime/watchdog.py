@@ -30,11 +30,11 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from asyncpipe.errors import OptionError
 
-__all__ = ["MayHang", "Watched", "Watchdog"]
+__all__ = ["Suspect", "Watched", "Watchdog"]
 
 _logger = logging.getLogger(__name__)
 
@@ -47,32 +47,26 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
 """Bounds of the seconds between two checks."""
 
 
-class MayHang(Protocol):
-    """Something that runs, and should end."""
+class Suspect(NamedTuple):
+    """Something that runs, and should end: a task, a worker that is to answer, or a step."""
 
-    @property
-    def started(self) -> float:
-        """When it began, in seconds of ``time.perf_counter``."""
+    started: float
+    """When it began, in seconds of ``time.perf_counter``."""
+    expected: float | None
+    """The seconds that it usually takes; ``None`` if that is not known."""
+    give_up: Callable[[float, Callable[[str], object]], None]
+    """Ends its step, since it has run for so many seconds; at once, or when it is clear what hangs.
 
-    @property
-    def expected(self) -> float | None:
-        """The seconds that it usually takes; ``None`` if that is not known."""
-
-    @property
-    def thread(self) -> int | None:
-        """The identifier of the thread that runs it, if that is one of this process."""
-
-    def give_up(self, seconds: float, found: Callable[[str], object]) -> None:
-        """End its step, since it has run for ``seconds``; at once, or when it is clear what hangs.
-
-        ``found`` is then called with what to log, on any thread; not if it has just ended by itself.
-        """
+    The other argument is then called with what to log, on any thread; not if it has just ended by itself.
+    """
+    thread: int | None = None
+    """The identifier of the thread that runs it, if that is one of this process."""
 
 
 class Watched(Protocol):
     """``Driver``, to be watched on its loop, or ``PartsDriver``, from any thread."""
 
-    def running(self) -> Sequence[MayHang]:
+    def suspects(self) -> Sequence[Suspect]:
         """What runs now."""
 
 
@@ -131,16 +125,13 @@ class Watchdog:
         if now - self._checked_at > LATE_PAUSES * self._pause and self._checked_at > -math.inf:
             self._resumed_at = now
         self._checked_at = now
-        for running in self._driver.running():
-            if now - max(running.started, self._resumed_at) > self._limit(running.expected):
-                self._give_up(running, now - running.started)
+        for suspect in self._driver.suspects():
+            if now - max(suspect.started, self._resumed_at) > self._limit(suspect.expected):
+                stacks = "" if suspect.thread is None else "\n" + _stacks(suspect.thread)
+                suspect.give_up(now - suspect.started, partial(self._found, stacks))
 
     def _limit(self, expected: float | None) -> float:
         return self._floor * FIRST_FLOORS if expected is None else max(self._floor, self._factor * expected)
-
-    def _give_up(self, running: MayHang, seconds: float) -> None:
-        stacks = "" if running.thread is None else "\n" + _stacks(running.thread)
-        running.give_up(seconds, partial(self._found, stacks))
 
     def _found(self, stacks: str, text: str) -> None:
         self.hung += 1

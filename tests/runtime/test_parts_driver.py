@@ -33,7 +33,8 @@ from asyncpipe.runtime.executor import Assignment
 from asyncpipe.runtime.hang_search import INQUIRY
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded
-from asyncpipe.runtime.parts_driver import PartsDriver, PlacedPipeline
+from asyncpipe.runtime.parts_driver import PartsDriver
+from asyncpipe.runtime.parts_execution import PlacedPipeline
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.task_board import ShownTask, TaskBoard, new_board_file
 from asyncpipe.runtime.thread_executor import ThreadExecutor

@@ -82,7 +82,7 @@ async def test_the_step_of_a_hung_task_fails_and_others_go_on(driver, clock, cap
     behind = asyncio.ensure_future(driver.run(GRAPH, bind_nothing))
     (running,) = [each for each in driver.running() if GRAPH.tasks[each.task].id == hung.task_id]
     # The other device has tasks of its own before.
-    while not running.waits(running.execution, running.task):  # noqa: ASYNC110 - nothing tells when it waits
+    while not driver._waits(running.execution, running.task):  # noqa: ASYNC110 - nothing tells when it waits
         await asyncio.sleep(0)
     clock.ahead = 601.0
     watchdog.check()
