@@ -18,7 +18,7 @@ In the order of a step:
 ``process.py``     the process that threads live in, which a forked child is not
 ``task_threads.py``  which code runs inside a task
 ``thread_calls.py``  calls in threads for coroutines that wait for them: errors, cancellation
-``parts_driver.py``  runs steps in workers: ``parts_execution.py`` is one of them, ``part_messages.py`` what is said of it
+``parts_driver.py``  runs steps in workers (``parts_execution.py``, ``part_messages.py``)
 ``watchdog.py``    fails a step whose task hangs, on a thread or in a worker
 ``hang_search.py``  asks the workers of a step that hangs what they are at, and ends what is at the root
 ``workers/``       worker processes, and the connection to each
