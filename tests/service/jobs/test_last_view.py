@@ -61,7 +61,8 @@ def test_a_job_that_does_not_run_shows_its_losses_and_its_last_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no gzip", gzip.compress(b"[1", mtime=0), gzip.compress(b"3", mtime=0), gzip.compress(b"x", mtime=0)[:-9]]
+    "content",
+    [b"", b"no gzip", gzip.compress(b"[1", mtime=0), gzip.compress(b"3", mtime=0), gzip.compress(b"x", mtime=0)[:-9]],
 )
 def test_a_damaged_file_leaves_the_losses(tmp_path, content):
     (tmp_path / "last_step.json.gz").write_bytes(content)
