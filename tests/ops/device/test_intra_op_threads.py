@@ -13,6 +13,7 @@ import torch
 from asyncpipe.core.engine.events import Event, TaskCompleted
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.runtime.executor import Assignment
+from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
 CALLERS = 3
@@ -38,7 +39,7 @@ def in_thread(function: Callable[[], int]) -> int:
 def seen_by(executor: ThreadExecutor, events: SimpleQueue[Event]) -> int:
     """How many intra-op threads a task of ``executor`` has."""
     found: list[int] = []
-    step = SimpleNamespace(number=0, aborted=False)
+    step = SimpleNamespace(number=0, abort=StepAbort(0))
     executor.submit([Assignment(step, 0, lambda: found.append(torch.get_num_threads()))])
     assert isinstance(events.get(timeout=10), TaskCompleted)
     return found[0]
