@@ -16,11 +16,7 @@ from contract import CONTRACT, SERVICE, nodes
 from dashboard_queries import Expression, panel_expressions, substituted
 
 from asyncpipe.errors import OptionError
-from dashboards import build
-from dashboards.board import Band, Section, board
 from dashboards.build import FOLDER, rendered
-from dashboards.panels import PanelOptions, Query, lines, panel_id, text
-from dashboards.pipeline import pipeline
 from dashboards.queries import OF_SERVICE, SERVED, series
 from dashboards.states import STATES, dominating_code, share
 
@@ -49,26 +45,6 @@ def texts(value: object) -> Iterator[str]:
 def test_the_files_are_those_that_the_code_makes():
     stale = [name for name, made in rendered().items() if (FOLDER / name).read_text(encoding="utf-8") != made]
     assert not stale, "run python -m dashboards.build"
-
-
-def test_build_writes_and_check_names_what_differs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(build, "FOLDER", tmp_path)
-    assert build.main(["--check"]) == 1
-    assert "service.json is not up to date" in capsys.readouterr().out
-    assert build.main([]) == 0
-    assert build.main(["--check"]) == 0
-    (tmp_path / "pipeline.json").write_text("{}\n")
-    capsys.readouterr()
-    assert build.main(["--check"]) == 1
-    assert capsys.readouterr().out == "pipeline.json is not up to date: run python -m dashboards.build\n"
-
-
-@pytest.mark.parametrize("board", BOARDS)
-def test_the_json_has_the_form_that_reviews_can_read(board):
-    written = (FOLDER / f"{board}.json").read_text(encoding="utf-8")
-    assert written == json.dumps(BOARDS[board], indent=2, ensure_ascii=False) + "\n"
-    assert BOARDS[board]["uid"] == f"asyncpipe-{board}"
-    assert BOARDS[board]["schemaVersion"] == 42
 
 
 def test_the_metrics_are_those_that_were_promised():
@@ -214,19 +190,6 @@ def test_the_same_state_has_the_same_colour_everywhere():
     assert len(set(colours.values())) == len(STATES)
 
 
-def test_panels_keep_their_numbers_when_others_move():
-    assert panel_id("AsyncpipeStalled") == 68720
-    shown = {panel.title: panel.id_val for panel in pipeline().panels}
-    assert all(number == panel_id(title) for title, number in shown.items())
-
-
-def test_a_band_with_a_hole_and_a_title_twice_are_errors():
-    with pytest.raises(OptionError, match="the band of 'One' is 12 columns wide; it needs 24"):
-        board("u", "t", "a", [Section("", [Band(4, ((text("One", "1"), 12),))])])
-    with pytest.raises(OptionError, match="'One' and 'One' have the same number"):
-        board("u", "t", "a", [Section("", [Band(4, ((text("One", "1"), 12), (text("One", "2"), 12)))])])
-
-
 def test_what_is_not_served_cannot_be_asked_for():
     with pytest.raises(OptionError, match="serves no metric asyncpipe_bubbles"):
         series("bubbles")
@@ -236,20 +199,6 @@ def test_what_is_not_served_cannot_be_asked_for():
         series("service_ready", 'job="x"')
     with pytest.raises(OptionError, match="asyncpipe_jobs has no label stage; it has state"):
         series("jobs", 'stage="1"')
-
-
-def test_substitution_leaves_no_variable():
-    expression = 'a{job=~"$job", b=~"${kind:regex}"}[$__rate_interval] $__range ${__interval}'
-    assert substituted(expression) == 'a{job=~".*", b=~".*"}[1m] 30m 15s'
-    assert substituted(expression, "5s", job="x", range="1h") == 'a{job=~"x", b=~".*"}[5s] 1h 15s'
-    with pytest.raises(OptionError, match=r"\$__from in .* is none of the macros"):
-        substituted("a > $__from")
-    assert not any("$" in substituted(found.expr) for found in EXPRESSIONS)
-
-
-def test_a_legend_is_on_unless_one_looks_at_the_sdk():
-    panel = lines(PanelOptions(title="One", about="It.", unit="s"), Query("up", "{{job}}"))
-    assert panel.options.legend.show_legend is True
 
 
 def counter(name: str, per_minute: float, **labels: str) -> dict[str, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from asyncpipe.errors import OptionError
 from asyncpipe.train.entry import find_entry
@@ -74,12 +74,6 @@ def test_a_cell_makes_the_next_pair_of_its_output_and_the_newest_input(amoebanet
     ]
 
 
-def test_normal_cells_are_as_many_as_wanted(amoebanet):
-    cells = [layer for layer in amoebanet.amoebanetd(10, 9, 8) if isinstance(layer, amoebanet.Cell)]
-    wanted = "RR NNN R NNN R NNN".replace(" ", "")
-    assert "".join("R" if cell.kind.reduces else "N" for cell in cells) == wanted
-
-
 class Times(nn.Module):
     """An operation that one can count with."""
 
@@ -101,21 +95,6 @@ def test_a_cell_is_wired_as_evolution_found(amoebanet, kind, joined):
     output, passed = cell((newest, previous))
     assert passed is newest
     assert output.flatten().tolist() == joined
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("name", ["conv_1x1", "conv_3x3", "conv_1x7_7x1", "max_pool_3x3", "avg_pool_3x3", "none"])
-def test_an_operation_keeps_channels_and_divides_the_size(amoebanet, name, stride):
-    operation = getattr(amoebanet, name)(8, stride)
-    assert operation(torch.randn(2, 8, 6, 9)).shape == (2, 8, -(-6 // stride), -(-9 // stride))
-
-
-def test_what_halves_the_size_sees_two_pixels_of_four(amoebanet):
-    x = torch.rand(1, 2, 6, 6, requires_grad=True)
-    amoebanet.Halve(2, 4).eval()(x).sum().backward()
-    seen = x.grad.ne(0).all(dim=1)[0]
-    even, odd = torch.arange(6) % 2 == 0, torch.arange(6) % 2 == 1
-    assert torch.equal(seen, even[:, None] & even | odd[:, None] & odd)
 
 
 def test_every_parameter_has_a_part_in_the_output(amoebanet):
@@ -141,60 +120,6 @@ def test_sizes_that_cannot_be_divided_are_turned_down(amoebanet, sizes, message)
 
 
 # The images
-
-
-def test_batches_are_the_generators_and_images_keep_their_labels(amoebanet):
-    labels = torch.arange(10)
-    images = (labels / 10)[:, None, None].expand(10, 8, 8)
-    digits = amoebanet.Digits(images, labels, size=20, noise=0.01)
-    one, same, other = (list(islice(digits.batches(6, Generator().manual_seed(seed)), 2)) for seed in (1, 1, 2))
-    for (x, target), (same_x, same_target), (other_x, _) in zip(one, same, other, strict=True):
-        assert x.shape == (6, 1, 20, 20)
-        assert torch.equal(x.mean(dim=(1, 2, 3)).mul(10).round().long(), target)
-        assert torch.equal(x, same_x)
-        assert torch.equal(target, same_target)
-        assert not torch.equal(x, other_x)
-    held_out = digits.all(4)
-    assert [len(x) for x, _ in held_out] == [4, 4, 2]
-    assert torch.cat([target for _, target in held_out]).tolist() == labels.tolist()
-    assert all(torch.equal(x, again) for (x, _), (again, _) in zip(held_out, digits.all(4), strict=True))
-
-
-def test_held_out_digits_are_others_than_those_trained_on(amoebanet):
-    (images, labels), (held_out_images, held_out_labels) = amoebanet.split_digits()
-    assert len(images) == len(labels) == 1437
-    assert len(held_out_images) == len(held_out_labels) == 360
-    seen = {tuple(image.flatten().tolist()) for image in images}
-    assert all(tuple(image.flatten().tolist()) not in seen for image in held_out_images)
-
-
-def test_without_scikit_learn_one_is_told_what_to_install(amoebanet, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(OptionError, match="pip install scikit-learn"):
-        amoebanet.build()
-
-
-def test_digits_are_not_made_smaller(amoebanet):
-    with pytest.raises(OptionError, match="size must be at least 8, got 7"):
-        amoebanet.build(size=7)
-
-
-async def test_the_sample_counts_what_is_told_right_and_shows_some(amoebanet):
-    images = torch.zeros(3, 1, 8, 8)
-    images[:, :, 2:4, 1:3] = 1
-    guesses = iter(torch.tensor([[4, 7], [7, 0]]))
-
-    async def forward(x: Tensor) -> Tensor:
-        return torch.eye(10)[next(guesses)][: len(x)]
-
-    batches = [(images[:2], torch.tensor([4, 7])), (images[2:], torch.tensor([1]))]
-    assert (await amoebanet.describe(forward, batches, shown=2)).split("\n") == [
-        "2 of 3 digits that it has not seen told right, 66.7%",
-        "4 taken for 4     7 taken for 7",
-        *[""] * 2,
-        *["  @@@@              @@@@"] * 2,
-        *[""] * 4,
-    ]
 
 
 # As a job

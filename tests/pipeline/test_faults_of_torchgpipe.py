@@ -5,10 +5,7 @@ Refusals have the right type of error, whose message names the argument and the 
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import pickle
-import threading
 from contextlib import contextmanager
 from copy import deepcopy
 
@@ -46,45 +43,6 @@ def linears(dtype=torch.float64):
 
 
 # Module, balance, devices, micro-batches, recomputation
-
-CONSTRUCTOR = [
-    ({"model": nn.Linear(1, 1)}, e.OptionError, r"model must be an nn\.Sequential, a list of modules or a traced"),
-    ({"model": [nn.Linear(1, 1), "layer"]}, e.OptionError, r"model must be an nn\.Sequential"),
-    ({"balance": [1, 1]}, e.BalanceError, r"balance \[1, 1\] sums up to 2, but the model has 3 layers; it must sum up"),
-    ({"balance": [3, 0]}, e.BalanceError, "balance must be a list of positive integers, one a stage"),
-    ({"balance": [4, -1]}, e.BalanceError, "balance must be a list of positive integers, one a stage"),
-    ({"balance": None}, e.BalanceError, "balance must be 'auto' or a list of integers, got None"),
-    ({"balance": [1, 1, 1]}, e.OptionError, "3 stages for 2 devices"),
-    ({"balance": [3]}, e.OptionError, "1 stages? for 2 devices"),
-    ({"devices": []}, e.DeviceError, "devices must be a list such as"),
-    ({"microbatches": 2.0}, e.MicrobatchError, r"microbatches must be a positive integer, got 2\.0"),
-    ({"microbatches": "2"}, e.MicrobatchError, "microbatches must be a positive integer, got '2'"),
-    ({"microbatches": 0}, e.MicrobatchError, "microbatches must be a positive integer, got 0"),
-    ({"checkpoint": "sometimes"}, e.OptionError, "checkpoint must be one of 'always', 'except_last', 'never', got 'so"),
-    ({"checkpoint": True}, e.OptionError, "checkpoint must be one of 'always', 'except_last', 'never', got True"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), CONSTRUCTOR, ids=lambda value: None)
-def test_constructor(options, error, message):
-    arguments = {"model": linears(), "devices": TWO, "balance": [2, 1], "microbatches": 2} | options
-    with pytest.raises(error, match=message) as caught:
-        Pipeline(**arguments)
-    assert isinstance(caught.value, ValueError)
-
-
-def test_layers_and_parameters_may_be_shared():
-    torch.manual_seed(1)
-    layer, last = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
-    last.weight = layer.weight
-    model = nn.Sequential(layer, nn.Tanh(), layer, last)
-    twin = deepcopy(model)
-    x = torch.randn(5, 3).double()
-    twin(x).sum().backward()
-    with Pipeline(model, ["cpu:0", "cpu:1", "cpu:2"], balance=[2, 1, 1], microbatches=3).sync() as pipe:
-        pipe(x).sum().backward()
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert (mine.grad - other.grad).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -205,23 +163,6 @@ def test_outputs_that_cannot_be_gathered(last, message):
 # Deferred batch norm
 
 
-def test_deferred_batch_norm_is_unbiased_and_commits_for_the_real_count():
-    bare, model = nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    batch = torch.randn(7, 2, 5)
-    bare(batch)
-    with opened(model[0], Call(lambda x: x), microbatches=16, deferred_batch_norm=True) as pipe:
-        pipe(batch)
-        statistics = pipe.state_dict()
-    assert torch.allclose(statistics["0.running_var"], bare.running_var)
-    assert statistics["0.num_batches_tracked"] == 1
-
-
-def test_sync_batch_norm_is_refused():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.SyncBatchNorm(2)))
-    with pytest.raises(e.OptionError, match=r"layer '1\.0' \(SyncBatchNorm\) gathers .*; use BatchNorm1d, 2d or 3d"):
-        Pipeline(model, TWO, microbatches=2, deferred_batch_norm=True)
-
-
 # Moving, state, copies
 
 
@@ -281,38 +222,3 @@ def test_a_pipeline_can_be_copied_at_any_time_between_steps(copy):
 
 
 # Workers and exceptions
-
-
-def test_dropped_pipelines_leave_no_thread():
-    def alive():
-        return {thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe")}
-
-    before = alive()
-    for _ in range(10):
-        pipe = Pipeline(linears(), TWO, microbatches=2)
-        pipe.sync().__enter__()(torch.randn(4, 3).double()).sum().backward()
-    del pipe
-    gc.collect()
-    for thread in alive() - before:
-        thread.join(10)
-    assert alive() == before
-
-
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, ValueError])
-def test_nothing_that_a_stage_raises_hangs(error):
-    failing = [True]
-
-    def fail(x):
-        if failing[0]:
-            raise error("stop")
-        return x
-
-    with opened(nn.Linear(1, 1), Call(fail), loss_fn=mse) as pipe:
-        for run in (lambda: pipe(x), lambda: pipe.step(x, x)):
-            with pytest.raises(
-                TaskError, match=rf"F\(0,1\) failed .*micro-batch 0, stage 1.*{error.__name__}"
-            ) as caught:
-                run()
-            assert type(caught.value.__cause__) is error
-        failing[0] = False
-        assert pipe(x).shape == (4, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe import Arguments, Microbatches, NoChunk, Pipeline, TaskError
-from asyncpipe.errors import BatchError, LossError
+from asyncpipe.errors import LossError
 
 mse = nn.functional.mse_loss
 MODES = ("always", "except_last", "never")
@@ -202,10 +202,3 @@ def test_a_count_is_one_number() -> None:
 def test_the_batch_dimension_is_an_index(dim: Any) -> None:
     with pytest.raises(ValueError, match="batch_dim must be an integer from 0"):
         Pipeline([nn.Linear(2, 2)], ["cpu"], microbatches=1, batch_dim=dim)
-
-
-def test_a_model_is_called_with_something() -> None:
-    with Pipeline([nn.Linear(2, 2)], ["cpu"], microbatches=2).sync() as pipe:
-        for arguments in ((), (3,), ("text", None)):
-            with pytest.raises(BatchError, match="holds no tensor"):
-                pipe(*arguments)
