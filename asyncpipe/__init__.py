@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from asyncpipe.core.policies.policy import Policy as Policy
     from asyncpipe.core.policies.policy import StepView as StepView
     from asyncpipe.core.policies.share import Share as Share
-    from asyncpipe.core.predict.at_scale import predict_step as predict_step
     from asyncpipe.core.predict.costs import Costs as Costs
     from asyncpipe.core.predict.costs import Jitter as Jitter
     from asyncpipe.core.predict.costs import StageCosts as StageCosts
@@ -100,7 +99,6 @@ _HOMES = {
         *("loop_placement", "zigzag_placement"),
     ),
     "core.kinds": ("TaskKind",),
-    "core.predict.at_scale": ("predict_step",),
     "core.predict.topology": ("Host", "NetworkLink", "Topology", "TopologyCosts"),
     "core.predict.costs": ("Costs", "Jitter", "StageCosts"),
     "core.policies.policy": ("LaneView", "Policy", "StepView"),

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import run_on_loop, table
 from asyncpipe.core.engine.edge_shape import EdgeShape
+from asyncpipe.core.graph.lower import lower
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.at_scale import predict_step
 from asyncpipe.core.predict.costs import StageCosts
-from asyncpipe.core.predict.report import link_waits
-from asyncpipe.core.predict.topology import Host, NetworkLink, Topology
+from asyncpipe.core.predict.report import Report, link_waits, report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.predict.topology import Host, NetworkLink, Topology, TopologyCosts
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.ops.model.stage_factory import StageFactory
@@ -188,7 +190,8 @@ async def _steps(
         {TaskKind.FORWARD: [even] * shape.stages, TaskKind.BACKWARD: [2 * even] * shape.stages},
         [4 * size.numbers] * (shape.stages - 1),
     )
-    predicted = predict_step(schedule, shape, costs, topology)
+    graph = lower(schedule, shape, devices=topology.devices)
+    predicted = report(simulate(graph, TopologyCosts(costs, topology)))
     x = torch.ones(m, size.numbers)
     seconds, waits = [], []
     arguments = {"seconds": [even / speeds[device] for device in placement]}
@@ -206,8 +209,7 @@ async def _steps(
             began = perf_counter()
             result = await pipe.step(x, return_outputs=False)
             seconds.append(perf_counter() - began)
-            waited = link_waits(result.report, result.record.graph)
-            waits.append(sum(waited.values()) / len(waited) / result.report.seconds)
+            waits.append(_link_ratio(result.report, result.record.graph))
     measured = median(seconds[1:])
     return {
         "title": case.title,
@@ -215,9 +217,15 @@ async def _steps(
         "predicted_seconds": predicted.seconds,
         "measured_seconds": measured,
         "ratio": predicted.seconds / measured,
-        "predicted_waits": predicted.link_ratio,
+        "predicted_waits": _link_ratio(predicted, graph),
         "measured_waits": median(waits[1:]),
     }
+
+
+def _link_ratio(found: Report, graph: TaskGraph) -> float:
+    """The share of the devices' time in which they wait for links, as a mean."""
+    waited = link_waits(found, graph)
+    return sum(waited.values()) / len(waited) / found.seconds
 
 
 def _first(y: Tensor) -> Tensor:

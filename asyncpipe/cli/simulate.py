@@ -28,16 +28,13 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
-from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.at_scale import predict_step
 from asyncpipe.core.predict.balance import even_balance
-from asyncpipe.core.predict.costs import Costs, Jitter, StageCosts, parse_costs
+from asyncpipe.core.predict.costs import Jitter, parse_costs
 from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
 from asyncpipe.core.predict.report import link_waits, peak_per_device, report, reports, steady_state
 from asyncpipe.core.predict.simulate import simulate, simulate_steps
 from asyncpipe.core.predict.topology import Topology, TopologyCosts
 from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
@@ -78,10 +75,6 @@ what --topology adds:
   The devices are the first ones of the file, which 'asyncpipe plan --help' describes; a copy is a message of --sent
   bytes on their links (with --profile: of the measured size), and C does not count. Costs are seconds on a device of
   speed 1. The table shows in what part of the step a device waits for links.
-  With --large the step may have a thousand devices and ten million tasks: the schedule's programs are run without the
-  scheduler, in a minute or two and 260 MB, and the last line is all that is printed. --extrapolate runs two
-  steps of fewer micro-batches instead, and draws a line through them: exact where links hold nothing up, and within
-  some thousandths where they do.
 
 what --trace writes:
   the step, or all of --steps, in Chrome's trace format, like the traces of real steps; open it in https://ui.perfetto.dev.
@@ -147,8 +140,6 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to run it on")
     parser.add_argument("--sent", type=natural, metavar="BYTES", help="size of a message (with --topology; default: 0)")
-    parser.add_argument("--large", action="store_true", help="a step too large for a graph (with --topology)")
-    parser.add_argument("--extrapolate", action="store_true", help="run fewer micro-batches, and a line through them")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace of the step, for Perfetto; 1 unit of --costs is 1 ms"
@@ -197,8 +188,6 @@ def _simulate(args: argparse.Namespace) -> int:
     models = _jittered(model.costs, args)
     names = None
     if topology is not None:
-        if args.large:
-            return _large(args, schedule, shape, model, topology)
         names = topology.first_devices(shape.devices)
         models = [TopologyCosts(each, topology, model.sizes) for each in models]
     checkpoint = CheckpointMode.parse(args.checkpoint)
@@ -253,56 +242,12 @@ def _steps(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _topology(args: argparse.Namespace) -> Topology | None:
-    """What is asked for; raises ``OptionError`` for options that mean nothing without it, or beside others."""
-    for name in ("sent", "large", "extrapolate"):
-        if args.topology is None and getattr(args, name):
-            raise OptionError(f"--{name} is for a step on hosts; give --topology FILE with it")
-    if args.extrapolate and not args.large:
-        raise OptionError("--extrapolate is for a step without a graph; give --large with it")
-    for name in ("jitter", "steps", "trace", "svg"):
-        if args.large and getattr(args, name) is not None:
-            raise OptionError(f"--{name} needs the step's graph; leave out --large")
+    """What is asked for; raises ``OptionError`` for ``--sent`` without it, or beside a profile."""
+    if args.topology is None and args.sent:
+        raise OptionError("--sent is for a step on hosts; give --topology FILE with it")
     if args.sent is not None and args.profile is not None:
         raise OptionError("--sent goes with --costs; a profile says what layers send")
     return None if args.topology is None else Topology.read(args.topology)
-
-
-def _large(args: argparse.Namespace, schedule: Schedule, shape: Shape, model: _CostModel, topology: Topology) -> int:
-    """Predict a step without its graph, and print its figures."""
-    if model.wiring is not None and model.wiring.links != Wiring.chain(shape.stages).links:
-        raise OptionError("the model's stages have skip connections, which --large does not know; leave it out")
-    costs = model.costs
-    if isinstance(costs, Costs):
-        seconds = {
-            TaskKind.FORWARD: costs.forward,
-            TaskKind.RECOMPUTE: costs.recompute,
-            TaskKind.BACKWARD: costs.full_backward,
-            TaskKind.INPUT_GRADIENT: costs.input_gradient,
-            TaskKind.WEIGHT_GRADIENT: costs.weight_gradient,
-        }
-        rows = {kind: [each] * shape.stages for kind, each in seconds.items()}
-        costs = StageCosts(rows, [args.sent or 0] * (shape.stages - 1))
-    assert isinstance(costs, StageCosts)
-    checkpoint = CheckpointMode.parse(args.checkpoint)
-    found = predict_step(schedule, shape, costs, topology, checkpoint=checkpoint, extrapolate=args.extrapolate)
-    figures = {
-        "makespan": found.seconds,
-        "bubble_ratio": found.bubble_ratio,
-        "link_ratio": found.link_ratio,
-        "tasks": found.tasks,
-        "simulated": list(found.simulated),
-    }
-    if args.json:
-        print(json.dumps(figures))
-        return 0
-    how = (
-        "" if len(found.simulated) == 1 else f"; a line through steps of {found.simulated[0]} and {found.simulated[1]}"
-    )
-    print(
-        f"makespan {found.seconds:.6g}, bubble {found.bubble_ratio:.1%}, waits for links {found.link_ratio:.1%} "
-        f"({found.tasks:,} tasks{how})"
-    )
-    return 0
 
 
 def _timeline(records: Sequence[StepRecord], *, virtual: bool) -> str:

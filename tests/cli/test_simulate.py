@@ -482,24 +482,12 @@ def test_a_step_runs_on_a_topology(capsys, tmp_path):
     assert re.search(r"^a/cpu:0 +0 +75\.0% +12\.5% +1$", shown, re.MULTILINE)
     assert main([*placed, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["waits"] == [0.125, 0.125]
-    assert main([*placed, "--large"]) == 0
-    assert capsys.readouterr().out == "makespan 12, bubble 62.5%, waits for links 12.5% (4 tasks)\n"
-    many = [*placed, "--microbatches", "1000", "--large", "--json"]
-    figures = []
-    for more in ([], ["--extrapolate"]):
-        assert main([*many, *more]) == 0
-        figures.append(json.loads(capsys.readouterr().out))
-    assert figures[0]["simulated"] == [1000]
-    assert len(figures[1]["simulated"]) == 2
-    assert figures[0]["makespan"] == pytest.approx(figures[1]["makespan"])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--large"], "--large is for a step on hosts; give --topology FILE with it"),
-        (["--topology", "hosts.toml", "--extrapolate"], "--extrapolate is for a step without a graph"),
-        (["--topology", "hosts.toml", "--large", "--steps", "2"], "--steps needs the step's graph; leave out --large"),
+        (["--sent", "100"], "--sent is for a step on hosts; give --topology FILE with it"),
         (["--topology", "hosts.toml"], "the topology has 2 devices, the schedule needs 3"),
     ],
 )

@@ -8,7 +8,6 @@ May import the rest of the core. Read in this order:
 - ``report.py``: bubble, utilisation and peaks of a simulated or real step, and how soon steps follow each other;
 - ``idle_reasons.py``: why devices were idle, and what each task waited for; ``ideal_bubble.py``: the schedule's bubble;
 - ``memory.py``: the bytes of a step on each device;
-- ``at_scale.py``: steps too large for a task graph, on a topology;
 - ``balance.py``: layers split into stages of even cost;
 - ``layer_profile.py``: measured costs of layers, and from them the costs of every split into stages;
 - ``profile_from_journals.py``: those layer costs, computed from the journals of measured steps;

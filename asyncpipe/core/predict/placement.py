@@ -16,20 +16,20 @@ from asyncpipe.core.predict.topology import Topology
 __all__ = ["best_host_order"]
 
 MOST_EXACT = 10
-"""Up to so many hosts every order is considered."""
+"""Of more hosts, the caller chooses the order."""
 
 
 def best_host_order(topology: Topology, size: float) -> Topology:
     """The topology with its hosts in the order in which a message of ``size`` bytes passes all of them soonest.
 
-    Exact for up to ten hosts (shortest path over sets of hosts); of more, the nearest next host from each possible
-    first one, and then turns of parts for as long as they help. Of equal orders the first one found stays, which is the
-    one given if that is among them.
+    If the order given is as good as any, it stays. So does that of more than ten hosts, whose sets are too many.
     """
     names = [host.name for host in topology.hosts]
+    if len(names) > MOST_EXACT:
+        return topology
     seconds = [[0.0 if a == b else topology.between(a, b).seconds(size) for b in names] for a in names]
     given = list(range(len(names)))
-    found = _shortest_path(seconds) if len(names) <= MOST_EXACT else _short_path(seconds)
+    found = _shortest_path(seconds)
     order = found if _length(found, seconds) < _length(given, seconds) * (1 - 1e-12) else given
     return topology.ordered(names[k] for k in order)
 
@@ -51,29 +51,3 @@ def _shortest_path(seconds: Sequence[Sequence[float]]) -> list[int]:
                     if key not in best or longer < best[key]:
                         best[key] = longer
     return min(found for (members, _), found in best.items() if members == (1 << count) - 1)[1]
-
-
-def _short_path(seconds: Sequence[Sequence[float]]) -> list[int]:
-    paths = [_nearest(first, seconds) for first in range(len(seconds))]
-    order = min(paths, key=lambda path: _length(path, seconds))
-    count, turned = len(order), True
-    while turned:
-        turned = False
-        for start in range(count - 1):
-            for end in range(start + 2, count + 1):
-                before = seconds[order[start - 1]][order[start]] if start else 0.0
-                after = seconds[order[end - 1]][order[end]] if end < count else 0.0
-                new_before = seconds[order[start - 1]][order[end - 1]] if start else 0.0
-                new_after = seconds[order[start]][order[end]] if end < count else 0.0
-                if new_before + new_after < (before + after) * (1 - 1e-12):
-                    order[start:end] = order[start:end][::-1]
-                    turned = True
-    return order
-
-
-def _nearest(first: int, seconds: Sequence[Sequence[float]]) -> list[int]:
-    path, left = [first], set(range(len(seconds))) - {first}
-    while left:
-        path.append(min(left, key=lambda k: (seconds[path[-1]][k], k)))
-        left.remove(path[-1])
-    return path

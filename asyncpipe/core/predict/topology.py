@@ -24,12 +24,11 @@ As a TOML file::
     hosts = ["host-a", "host-b"]
     latency = 5e-3
     bandwidth = 1e8
-    duplex = "half"
 
 **How a link carries messages.** One after the other, in the order in which they are made: a message of n bytes has the
 link for n / bandwidth, and is there ``latency`` later. The next one begins when the link is free, so messages follow
-each other on a long link. Two hosts have one link in each direction, which all pairs of their devices share; with
-``duplex = "half"`` both directions share one. Inside a host every ordered pair of devices has a link of its own.
+each other on a long link. Two hosts have one link in each direction, which all pairs of their devices share. Inside a
+host every ordered pair of devices has a link of its own.
 """
 
 from __future__ import annotations
@@ -116,13 +115,11 @@ class Topology:
     """Between two devices of a host that says nothing else."""
     links: Mapping[frozenset[str], NetworkLink] = field(default_factory=dict)
     """By the names of two hosts."""
-    half_duplex: frozenset[frozenset[str]] = frozenset()
-    """The pairs of hosts whose two directions share one link."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple(self.hosts))
         names = _names("hosts", [host.name for host in self.hosts])
-        for pair in (*self.links, *self.half_duplex):
+        for pair in self.links:
             if len(pair) != 2 or not pair <= set(names):
                 raise TopologyError(
                     f"a link joins two of the hosts {', '.join(names)}, got {' and '.join(sorted(pair)) or 'nothing'}"
@@ -168,9 +165,7 @@ class Topology:
         one, other = self.host(source), self.host(target)
         if one is other:
             return Route((source, target), one.inside or self.inside)
-        pair = frozenset((one.name, other.name))
-        channel = tuple(sorted(pair)) if pair in self.half_duplex else (one.name, other.name)
-        return Route(channel, self.between(one.name, other.name))
+        return Route((one.name, other.name), self.between(one.name, other.name))
 
     def ordered(self, hosts: Iterable[str]) -> Topology:
         """The same with ``hosts`` (names) in this order, and no others."""
@@ -182,7 +177,6 @@ class Topology:
             self.link,
             self.inside,
             {pair: link for pair, link in self.links.items() if pair <= left},
-            frozenset(pair for pair in self.half_duplex if pair <= left),
         )
 
     @classmethod
@@ -206,10 +200,8 @@ class Topology:
         rows = _tables("links", document.get("links", []))
         pairs = []
         for row in rows:
-            _check_keys("links", row, "hosts", "latency", "bandwidth", "duplex")
+            _check_keys("links", row, "hosts", "latency", "bandwidth")
             pairs.append(frozenset(_names("hosts of a link", row.get("hosts"))))
-            if row.get("duplex", "full") not in ("full", "half"):
-                raise TopologyError(f"duplex of a link must be 'full' or 'half', got {row['duplex']!r}")
             if pairs[-1] in pairs[:-1]:
                 raise TopologyError(f"the link between {' and '.join(sorted(pairs[-1]))} is there twice")
         inside = _link("inside", document.get("inside", {}), NetworkLink())
@@ -222,7 +214,6 @@ class Topology:
                 pair: NetworkLink(row.get("latency", between.latency), row.get("bandwidth", between.bandwidth))
                 for pair, row in zip(pairs, rows, strict=True)
             },
-            half_duplex=frozenset(pair for pair, row in zip(pairs, rows, strict=True) if row.get("duplex") == "half"),
         )
 
 

@@ -41,14 +41,10 @@ def test_no_order_of_hosts_crosses_less(data: st.DataObject, count: int) -> None
         assert found == names, "an order that is as good as any stays"
 
 
-def test_an_order_of_many_hosts_is_found_too() -> None:
-    """Hosts on a line, in a random order: neighbours are 1 apart, and the way is as long as the line."""
-    count = 3 * MOST_EXACT
-    at = [(7 * k) % count for k in range(count)]
-    topology = hosts_with({(a, b): float(abs(at[a] - at[b])) for a, b in combinations(range(count), 2)}, count)
-    found = best_host_order(topology, 1.0)
-    assert length(topology, tuple(host.name for host in found.hosts)) == count - 1
-    assert sorted(found.devices) == sorted(topology.devices)
+def test_an_order_of_many_hosts_stays() -> None:
+    count = MOST_EXACT + 1
+    topology = hosts_with({(0, 1): 9.0}, count)
+    assert best_host_order(topology, 1.0) == topology
 
 
 def even_profile(layers: int) -> Profile:

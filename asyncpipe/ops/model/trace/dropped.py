@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from asyncpipe.errors import StageError, TraceError
-from asyncpipe.ops.model.trace.progress import TraceProgress
 from asyncpipe.ops.torch_internals import BACKWARD_HOOKS, FORWARD_HOOKS, hooks_of, hooks_of_all_modules
 
 __all__ = ["HookWatch", "WatchForward", "reentrant_as_calls", "refuse_hooks"]
@@ -48,16 +47,15 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 class WatchForward(TorchFunctionMode):
-    """While a model is traced: refuses hooks on tensors, and notes ``torch.utils.checkpoint`` and progress.
+    """While a model is traced: refuses hooks on tensors, and notes ``torch.utils.checkpoint``.
 
     Raises ``TraceError`` for a hook on a tensor. A checkpoint's function is traced as if it were called: the pipeline
     recomputes whole stages.
     """
 
-    def __init__(self, model: nn.Module, progress: TraceProgress) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._progress = progress
         self.checkpoints = ""
         """Where ``torch.utils.checkpoint`` was called first, in words."""
 
@@ -74,8 +72,6 @@ class WatchForward(TorchFunctionMode):
                 f"{where} registers a hook on a tensor, which a trace would drop; leave it out, or cut the model by "
                 "hand into a list of stages"
             )
-        if self._progress.is_due:
-            self._progress.tell(self._caller(sys._getframe(1)))
         if not self.checkpoints:
             self._look_for_checkpoint(sys._getframe(1))
         return func(*args, **(kwargs or {}))

@@ -17,7 +17,6 @@ from asyncpipe.ops.model.trace.cut import ROOT, OutputShape, TracedGraph
 from asyncpipe.ops.model.trace.dropped import WatchForward, reentrant_as_calls
 from asyncpipe.ops.model.trace.inputs import TraceInputs, dynamic_sizes
 from asyncpipe.ops.model.trace.overwrites import written_storages
-from asyncpipe.ops.model.trace.progress import TraceProgress
 from asyncpipe.ops.model.trace.python_draws import PythonDraws
 from asyncpipe.ops.torch_internals import is_metadata_check, is_of_transform, tree_leaves
 
@@ -74,7 +73,6 @@ class TraceTask(NamedTuple):
     state: TraceState
     dynamic: tuple[str, int]
     """Which sizes may differ, and the batch dimension."""
-    progress: TraceProgress
 
 
 class _Wrapper(nn.Module):
@@ -85,12 +83,11 @@ class _Wrapper(nn.Module):
         self.model = task.model
         self.seen = _TraceRecord()
         self._call = task.inputs.call
-        self._progress = task.progress
 
     def forward(self, leaves: Sequence[Tensor]) -> list[Any]:
         before = dict(self.model.named_buffers())
         draws = PythonDraws(self.model)
-        with reentrant_as_calls(), WatchForward(self.model, self._progress) as watch:
+        with reentrant_as_calls(), WatchForward(self.model) as watch:
             output = self._call(self.model, leaves)
         self.seen.drawn = draws.drawn()
         self.seen.checkpoints = watch.checkpoints
@@ -109,8 +106,8 @@ def _is_traced(leaf: Any) -> bool:
 
 def export_mode(task: TraceTask, training: bool) -> TracedGraph:
     """The graph of one mode. Raises ``TraceError``."""
-    model, inputs, example, state, _, progress = task
-    progress.mode = mode = "train" if training else "eval"
+    model, inputs, example, state, _ = task
+    mode = "train" if training else "eval"
     device = next(tensor.device for tensor in (*model.parameters(), *model.buffers(), *example))
     wrapper = _Wrapper(task)
     with _unchanged(model):

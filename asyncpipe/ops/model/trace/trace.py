@@ -29,10 +29,12 @@ registered later; ``torch.utils.checkpoint`` is traced as a call, and only a pip
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -47,13 +49,14 @@ from asyncpipe.ops.model.trace.cut import SplitName, TracedGraph, cut_at_names, 
 from asyncpipe.ops.model.trace.dropped import HookWatch, refuse_hooks
 from asyncpipe.ops.model.trace.export import TraceState, TraceTask, export_mode
 from asyncpipe.ops.model.trace.inputs import DYNAMIC, TraceInputs
-from asyncpipe.ops.model.trace.progress import TraceProgress
 from asyncpipe.ops.model.trace.traced_stage import CallerValue, ModelSlots, build_stages
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
 
 __all__ = ["trace"]
+
+_logger = logging.getLogger(__name__)
 
 FINEST: Literal["finest"] = "finest"
 
@@ -81,8 +84,8 @@ def trace(
     three dimensions (tokens, masks, embeddings, audio) and the number of samples of images and videos. Where windows
     are cut out of images of any size, a trace takes a minute in place of seconds.
 
-    Tracing computes nothing, draws no random numbers and does not change the model; it takes some seconds, and tells
-    in the log if it takes long. The stages' parameters and buffers are the model's own.
+    Tracing computes nothing, draws no random numbers and does not change the model; it takes some seconds, which the
+    log tells. The stages' parameters and buffers are the model's own.
 
     To a pipeline these stages are what layers are in a sequence: with a ``balance``, also one that it chooses, each of
     its own stages is made of as many of them.
@@ -96,8 +99,8 @@ def trace(
     arguments = Arguments.wrap(keywords(arguments))
     inputs = TraceInputs(model, arguments)
     state = TraceState(model)
-    progress = TraceProgress(type(model).__name__, dynamic)
-    task = TraceTask(model, inputs, inputs.example(arguments), state, (dynamic, batch_dim), progress)
+    began = monotonic()
+    task = TraceTask(model, inputs, inputs.example(arguments), state, (dynamic, batch_dim))
     train, evaluate = (export_mode(task, training) for training in (True, False))
     if points == FINEST:
         cuts = cut_finely(train, evaluate)
@@ -109,7 +112,7 @@ def trace(
             raise TraceError("the submodules to split at are called in another order in eval mode than in train mode")
         cuts = [cut.position for cut in there], [cut.position for cut in here]
     staged = _staged(_Trace(model, inputs, state, (train, evaluate), HookWatch(model)), cuts)
-    progress.done()
+    _logger.info("traced %s in %.1f s", type(model).__name__, monotonic() - began)
     return replace(staged, is_fine=points == FINEST)
 
 
