@@ -9,53 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "ArgumentTypeError",
-    "AsyncpipeError",
-    "BackwardError",
-    "BalanceError",
-    "BatchError",
-    "DeviceError",
-    "EdgeError",
-    "HangError",
-    "HostLostError",
-    "HungTaskError",
-    "InvalidTransition",
-    "JobFileError",
-    "LossError",
-    "MessageError",
-    "MicrobatchError",
-    "MoveError",
-    "NestedWaitError",
-    "OptionError",
-    "OverlapError",
-    "PaddedLabelsWarning",
-    "PipelineClosedError",
-    "PlanError",
-    "PolicyError",
-    "ProfileError",
-    "RecomputeError",
-    "RemoteError",
-    "ScheduleError",
-    "SharedParameterError",
-    "SkipError",
-    "SkipLayoutError",
-    "StageError",
-    "StateDictError",
-    "TaskError",
-    "TooFewDevicesError",
-    "TopologyError",
-    "TraceError",
-    "UnknownScheduleError",
-    "LauncherError",
-    "WorkerLostError",
-    "WorkerStartError",
-    "missing_package",
-]
-
 
 class AsyncpipeError(Exception):
-    """Base class of all errors raised by asyncpipe."""
+    """Base class of all errors raised by asyncpipe. They travel between processes with their attributes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args), self.__dict__
+
+
+def _remade(kind: type[AsyncpipeError], args: tuple[Any, ...]) -> AsyncpipeError:
+    """An error without a call of its constructor, whose arguments are others."""
+    return kind.__new__(kind, *args)
 
 
 class OptionError(AsyncpipeError, ValueError):
@@ -185,8 +149,8 @@ class TaskError(AsyncpipeError, RuntimeError):
         self.device = device
         self.__cause__ = cause
 
-    def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, int, int, str, BaseException | None]]:
-        return type(self), (self.task_id, self.kind, self.microbatch, self.stage, self.device, self.__cause__)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (*super().__reduce__()[:2], {**self.__dict__, "__cause__": self.__cause__})
 
 
 class EdgeError(AsyncpipeError, RuntimeError):
@@ -211,9 +175,6 @@ class EdgeError(AsyncpipeError, RuntimeError):
         names = ", ".join(f"worker {peer}" for peer in peers)
         edges = ", ".join(f"{sender} > {receiver}" for sender, receiver in pairs)
         return cls(f"{names} did not come within {seconds:g} s; waiting for the edges {edges}{more}", peers)
-
-    def __reduce__(self) -> tuple[type[EdgeError], tuple[object, ...]]:
-        return type(self), (str(self), self.peers, self.edge)
 
 
 class PaddedLabelsWarning(UserWarning):
@@ -262,10 +223,6 @@ class HangError(AsyncpipeError, RuntimeError):
         lines = [str(self), *(f"  {wait}" for wait in self.waits)]
         return "\n".join([*lines, self.stack.rstrip()] if self.stack else lines)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # An exception's attributes travel as its state.
-        return HangError, (str(self), self.state), self.__dict__
-
 
 class HungTaskError(HangError):
     """A task ran for so long that the watchdog gave it up; the cause of its step's ``TaskError``.
@@ -298,9 +255,6 @@ class HungTaskError(HangError):
         )
         self.expected = expected
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HungTaskError, (self.task_id, self.device, self.seconds, self.expected, self.waits, self.stack)
-
 
 class MessageError(AsyncpipeError, TypeError):
     """An object cannot travel to or from a worker, because it cannot be pickled here or unpickled there."""
@@ -314,9 +268,6 @@ class CompileError(AsyncpipeError, RuntimeError):
         self.stage = stage
         self.why = why
 
-    def __reduce__(self) -> tuple[type[CompileError], tuple[int, str]]:
-        return type(self), (self.stage, self.why)
-
 
 class RemoteError(AsyncpipeError, RuntimeError):
     """What an exception of a worker was, as text: the cause of that exception where it is raised again.
@@ -328,9 +279,6 @@ class RemoteError(AsyncpipeError, RuntimeError):
         super().__init__(f"in worker {worker!r}:\n{text}")
         self.worker = worker
         self.text = text
-
-    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, str]]:
-        return type(self), (self.worker, self.text)
 
 
 class LauncherError(AsyncpipeError, RuntimeError):
@@ -345,9 +293,6 @@ class WorkerStartError(AsyncpipeError, RuntimeError):
         self.worker = worker
         self.how = how
         self.stderr = stderr
-
-    def __reduce__(self) -> tuple[type[WorkerStartError], tuple[str, str, str]]:
-        return type(self), (self.worker, self.how, self.stderr)
 
 
 class WorkerLostError(AsyncpipeError, RuntimeError):
@@ -380,9 +325,6 @@ class WorkerLostError(AsyncpipeError, RuntimeError):
         """The same loss, with what ran in the worker, and how it hung."""
         return type(self)(self.worker, self.how, self.exit_status, running, self.stderr, hang or self.hang)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.worker, self.how, self.exit_status, self.running, self.stderr, self.hang)
-
 
 class HostLostError(AsyncpipeError, RuntimeError):
     """A job cannot go on without its lost ``units``: hosts, or workers that name none. ``how`` says why not."""
@@ -391,9 +333,6 @@ class HostLostError(AsyncpipeError, RuntimeError):
         super().__init__(f"the job has lost {', '.join(units)} and {how}")
         self.units = tuple(units)
         self.how = how
-
-    def __reduce__(self) -> tuple[type[HostLostError], tuple[tuple[str, ...], str]]:
-        return type(self), (self.units, self.how)
 
 
 class InvalidTransition(AsyncpipeError, RuntimeError):

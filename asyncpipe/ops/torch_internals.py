@@ -25,63 +25,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-
-__all__ = [
-    "BACKWARD_HOOKS",
-    "BatchNorm",
-    "DRAWS",
-    "DrawsKey",
-    "FORWARD_HOOKS",
-    "HAS_INPUT_METADATA",
-    "INTERNALS",
-    "Internals",
-    "SUPPORTED_NODES",
-    "ThreadSlot",
-    "TreeSpec",
-    "accumulated_hooks",
-    "break_reasons",
-    "check_torch",
-    "compile_backend",
-    "compile_settings",
-    "compiler_error",
-    "device_of_scaler",
-    "gloo_options",
-    "gradient_hooks",
-    "graph_is_kept",
-    "has_cpp_compiler",
-    "has_own_call",
-    "has_triton",
-    "hooks_of",
-    "hooks_of_all_modules",
-    "input_metadata",
-    "inside_forward_derivatives",
-    "inside_transform",
-    "is_batch_of_gradients",
-    "is_default_generator",
-    "is_metadata_check",
-    "is_of_transform",
-    "mark_dynamic",
-    "nccl_options",
-    "non_persistent_buffers",
-    "operator_schema",
-    "parse_to",
-    "pass_number",
-    "queue_callback",
-    "recompile_reason",
-    "record_function",
-    "refresh_flat_weights",
-    "run_engine",
-    "storage_id",
-    "thread_slot",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_unflatten",
-    "version_of",
-    "with_reference",
-    "without_modes_and_hooks",
-]
+from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +384,7 @@ accumulated_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], object]] | No
 )
 """The hooks of ``register_post_accumulate_grad_hook``."""
 
+BatchNorm = nn.modules.batchnorm._BatchNorm
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 

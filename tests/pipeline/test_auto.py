@@ -123,7 +123,7 @@ async def test_the_finest_cut_is_joined_evenly_or_as_measured(workload, monkeypa
     monkeypatch.setattr(profiling, "STEPS", 1)
     model = workload.model()
     finest = asyncpipe.trace(model, asyncpipe.Arguments.of(workload.x), split="finest")
-    assert len(finest.stages) == 8, "one for each layer"
+    assert len(finest.stages) == 12, "one for each layer, inside the sequences too"
     stages = []
     for options in ({"sample": None}, {"sample": None, "stages": 4, "schedule": "interleaved"}, {"schedule": "auto"}):
         model.zero_grad()

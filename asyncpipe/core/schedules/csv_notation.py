@@ -8,14 +8,15 @@ A row is a device (a rank), a column is a clock cycle, a cell is empty or one ac
 A stage is placed on the device whose row has its actions. Only the order in a row counts; empty cells show timing to
 a reader and mean nothing. Torch also has a *lowered* form with communication (SEND_F, UNSHARD …); it is refused, since
 here ``lower`` adds communication. Recomputation has no cell: the checkpoint mode adds it. Torch's own loader ignores
-text after an action (``2F0junk``); here it is an error.
+text after an action (``2F0junk``); here it is an error. Whether the actions are a step, ``lower`` checks, as of every
+other schedule (``validate.py``).
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 
@@ -25,13 +26,11 @@ from asyncpipe.errors import ScheduleError
 
 __all__ = ["CsvSchedule", "format_cell", "read_csv", "read_schedule"]
 
-_F, _B, _I, _W = SCHEDULED_KINDS
 _KINDS = {kind.value: kind for kind in SCHEDULED_KINDS}
 _OVERLAP = "OVERLAP_F_B"
+_PAIR = re.compile(rf"\(([^;]*);([^;]*)\){_OVERLAP}")
+_ACTION = re.compile("([0-9]{1,6})([FBIW])([0-9]{1,6})")
 _LOWERED = re.compile("[0-9]*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
-_ACTION = re.compile("([0-9]{1,9})([FBIW])([0-9]{1,9})")
-_PARTS = re.compile("(-?[0-9]*)([A-Za-z_]*)(-?[0-9]*)(.*)", re.DOTALL)
-"""The parts of a malformed cell, for its message: stage, type, micro-batch and the rest."""
 _ALLOWED = "a cell is empty, STAGE TYPE MICROBATCH such as 2F0 (types F, B, I, W), or such as (0F8;3B1)OVERLAP_F_B"
 _SHOWN = 60
 """How many characters of a malformed cell a message shows."""
@@ -98,21 +97,24 @@ def read_csv(text: str, name: str) -> CsvSchedule:
 
     There are as many devices as rows; the highest indices give the numbers of stages and micro-batches. White space
     around cells, quotes, any line ends and blank rows at the end are accepted. Raises ``ScheduleError`` with the row
-    and the column, both counted from 1, for a malformed cell, an action that occurs twice or before what it needs on
-    its device, and a stage in two rows; with the row, for a row without actions; and if a stage or one of its actions
-    is missing. Deadlocks between devices are found by ``lower``.
+    and the column, both counted from 1, for a malformed cell, and for a text without actions or a stage without any.
     """
     rows = _rows(text, name)
-    filled = max((row for row, cells in enumerate(rows, start=1) if any(cells)), default=0)
-    if not filled:
+    while rows and not any(rows[-1]):
+        rows.pop()
+    orders = tuple(
+        tuple(_parsed(cell, _where(name, row, column)) for column, cell in enumerate(cells, start=1) if cell)
+        for row, cells in enumerate(rows, start=1)
+    )
+    actions = [action for order in orders for action in flat(order)]
+    if not actions:
         raise ScheduleError(f"schedule {name!r} has no actions; give one row of actions per device")
-    table = _CsvReader(name)
-    for row, cells in enumerate(rows[:filled], start=1):
-        table.add_row(row, cells)
-    if text.count('"') % 2:
-        # A quoted cell extends to the next quote or the end of the text, so an unclosed quote is in the last cell.
-        raise ScheduleError(f"{_where(name, len(rows), len(rows[-1]))}: a quote is opened and never closed")
-    return table.schedule()
+    found = {action.stage for action in actions}
+    stages = 1 + max(found)
+    if len(found) < stages:
+        missing = next(stage for stage in range(stages) if stage not in found)
+        raise ScheduleError(f"schedule {name!r}: stage {missing} is in no row; stages count from 0 without a gap")
+    return CsvSchedule(orders, Shape(stages, 1 + max(action.microbatch for action in actions), len(rows)), name)
 
 
 def read_schedule(path: str) -> CsvSchedule:
@@ -138,7 +140,7 @@ def _rows(text: str, name: str) -> list[list[str]]:
     """The cells of each row, without the space around them."""
     rows: list[list[str]] = []
     try:
-        rows.extend(csv.reader(StringIO(text.removeprefix("\ufeff"), newline=""), skipinitialspace=True))
+        rows.extend(csv.reader(StringIO(text.removeprefix("\ufeff"), newline=""), skipinitialspace=True, strict=True))
     except csv.Error as error:
         raise ScheduleError(f"schedule {name!r}, row {len(rows) + 1} (counted from 1) is not CSV: {error}") from error
     return [[cell.strip() for cell in cells] for cells in rows]
@@ -148,126 +150,21 @@ def _where(name: str, row: int, column: int) -> str:
     return f"schedule {name!r}, row {row}, column {column} (both counted from 1)"
 
 
-def _parsed(cell: str) -> Action | Overlap:
-    """The entry of a cell that is not empty; raises ``ValueError`` that says what is wrong with it."""
-    if not cell.startswith("("):
-        return _parsed_action(cell)
-    inside, closed, word = cell[1:].rpartition(")")
-    if not closed:
-        raise ValueError(f"{_shown(cell)} has a parenthesis that is never closed")
-    if word != _OVERLAP:
-        raise ValueError(f"{_shown(cell)} has {_shown(word)} behind its parenthesis, not {_OVERLAP}")
-    parts = [part.strip() for part in inside.split(";")]
-    if len(parts) != 2:
-        raise ValueError(f"{_shown(cell)} is an overlap of {len(parts)} actions, not of two")
-    overlap = Overlap(*map(_parsed_action, parts))
-    if not _can_overlap(overlap):
-        raise ValueError(f"{_shown(cell)} is not an overlap of a forward and then a backward (B or I)")
-    return overlap
+def _parsed(cell: str, where: str) -> Action | Overlap:
+    """The entry of a cell that is not empty."""
+    if pair := _PAIR.fullmatch(cell):
+        overlap = Overlap(_parsed_action(pair[1].strip(), where), _parsed_action(pair[2].strip(), where))
+        if _can_overlap(overlap):
+            return overlap
+    return _parsed_action(cell, where)
 
 
-def _parsed_action(text: str) -> Action:
+def _parsed_action(text: str, where: str) -> Action:
     if match := _ACTION.fullmatch(text):
         stage, kind, microbatch = match.groups()
         return Action(_KINDS[kind], int(microbatch), int(stage))
-    raise ValueError(f"{_shown(text)} {_fault(text)}")
-
-
-def _fault(text: str) -> str:
-    """Why ``text`` is not an action."""
+    shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+    fault = "is no action"
     if _LOWERED.fullmatch(text):
-        return "belongs to torch's lowered form, with communication; give the compute-only form"
-    parts = _PARTS.fullmatch(text)
-    stage, kind, microbatch, rest = parts.groups() if parts else ("", "", "", text)
-    if stage.startswith("-") or microbatch.startswith("-"):
-        return "has a negative number; stages and micro-batches count from 0"
-    if not stage:
-        return "names no stage"
-    if kind == TaskKind.RECOMPUTE.value:
-        return "is a recomputation, which has no cell; the checkpoint mode of the pipeline adds it"
-    if kind not in _KINDS:
-        return f"has the type {_shown(kind)}, which is none of F, B, I and W" if kind else "names no type"
-    if not microbatch:
-        return "names no micro-batch"
-    return f"has {_shown(rest)} behind {stage}{kind}{microbatch}" if rest else "has a number of more than nine digits"
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
-
-
-class _CsvReader:
-    """Collects the rows, and checks every action against those before it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._orders: list[tuple[Action | Overlap, ...]] = []
-        self._column_of: dict[Action, int] = {}
-        """The column of each action so far."""
-        self._row_of: dict[int, int] = {}
-        """The row of each stage so far."""
-
-    def add_row(self, row: int, cells: Sequence[str]) -> None:
-        """Add one row; raises ``ScheduleError`` for a malformed cell and for an action in a wrong place."""
-        entries: list[Action | Overlap] = []
-        for column, cell in enumerate(cells, start=1):
-            if not cell:
-                continue
-            where = _where(self._name, row, column)
-            try:
-                entry = _parsed(cell)
-            except ValueError as error:
-                raise ScheduleError(f"{where}: {error}; {_ALLOWED}") from None
-            entries.append(entry)
-            for action in flat([entry]):
-                if fault := self._misplaced(action, row):
-                    raise ScheduleError(f"{where}: {format_cell(action, where)} {fault}")
-                self._column_of[action] = column
-        if not entries:
-            raise ScheduleError(
-                f"schedule {self._name!r}, row {row} (counted from 1) has no action; each row is a device and needs at "
-                "least one stage"
-            )
-        self._orders.append(tuple(entries))
-
-    def _misplaced(self, action: Action, row: int) -> str | None:
-        """What is wrong with the place of ``action``, if anything."""
-        kind, i, j = action
-        if self._row_of.setdefault(j, row) != row:
-            return f"cannot be: stage {j} is in row {self._row_of[j]} already; all actions of a stage are in one row"
-        if action in self._column_of:
-            return f"is there twice, first in column {self._column_of[action]}; each action must be there once"
-        needed = action.prerequisite
-        if needed is not None and needed not in self._column_of:
-            return f"comes before {format_cell(needed, '')}, which must be to its left"
-        other = Action(_I if kind is _B else _B, i, j)
-        if kind in (_B, _I) and other in self._column_of:
-            return f"cannot be beside {format_cell(other, '')}; a backward is B, or I and W"
-        return None
-
-    def schedule(self) -> CsvSchedule:
-        """The schedule of all rows; raises ``ScheduleError`` if a stage or an action is missing."""
-        stages = 1 + max(self._row_of)
-        if len(self._row_of) < stages:
-            missing = next(j for j in range(stages) if j not in self._row_of)
-            raise ScheduleError(
-                f"schedule {self._name!r}: stage {missing} is in no row, but stage {stages - 1} is in row "
-                f"{self._row_of[stages - 1]} (counted from 1); stages count from 0 without a gap"
-            )
-        microbatches = 1 + max(action.microbatch for action in self._column_of)
-        for action in self._missing(stages, microbatches):
-            raise ScheduleError(
-                f"schedule {self._name!r}, row {self._row_of[action.stage]} (counted from 1): "
-                f"{format_cell(action, '')} is missing; each stage needs an F and a B, or an F, an I and a W, of the "
-                f"micro-batches 0 to {microbatches - 1}"
-            )
-        return CsvSchedule(tuple(self._orders), Shape(stages, microbatches, len(self._orders)), self._name)
-
-    def _missing(self, stages: int, microbatches: int) -> Iterator[Action]:
-        """The missing actions, lazily: a mistyped index such as 0F100000000 leaves a huge number of gaps."""
-        for stage in range(stages):
-            for microbatch in range(microbatches):
-                halves = (_I, _W) if Action(_I, microbatch, stage) in self._column_of else (_B,)
-                for kind in (_F, *halves):
-                    if Action(kind, microbatch, stage) not in self._column_of:
-                        yield Action(kind, microbatch, stage)
+        fault = "belongs to torch's lowered form, with communication; give the compute-only form"
+    raise ScheduleError(f"{where}: {shown} {fault}; {_ALLOWED}")

@@ -46,12 +46,13 @@ __all__ = [
 ROOT = "model"
 """The attribute of the traced wrapper that is the model, and so the first word of all names in a trace."""
 
-_UNEVEN = 1.5
-"""Cut inside smaller submodules if the cost of the most expensive stage is more than this times the optimum."""
-_ENOUGH = 16
-"""Of so many pieces a planner makes even stages."""
-_MOST = 64
+_ENOUGH_PIECES = 16
+"""Of so many pieces even stages can be made."""
+_MOST_PIECES = 64
 """More pieces take longer to measure than they gain."""
+_ENOUGH_NAMES = 4
+"""Where a message names good places, it names those of smaller submodules if the outer ones are fewer."""
+_SHOWN = 8
 
 
 class SubmoduleCall(NamedTuple):
@@ -229,18 +230,13 @@ def good_splits(traced: TracedGraph) -> str:
     for depth in range(1, 1 + max((call.depth for call in traced.calls.values()), default=0)):
         names = list(dict.fromkeys(call.name for call in _places(traced, traced, depth)))
         best = names
-        if len(names) >= _ENOUGH:
+        if len(names) >= _ENOUGH_NAMES:
             break
     if not best:
         return "it has no submodule where it can be split"
     shown = _ranges(best)
     told = ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
     return f"good ones to split at are {told}"
-
-
-_ENOUGH = 4
-"""Look for smaller submodules if the outer ones are fewer."""
-_SHOWN = 8
 
 
 def _ranges(names: Sequence[str]) -> list[str]:
@@ -267,46 +263,35 @@ def _first_call(traced: TracedGraph, name: str, modules: Mapping[str, nn.Module]
 def cut_evenly(
     traced: TracedGraph, other: TracedGraph, stages: int, tensors: Mapping[str, Tensor]
 ) -> tuple[list[int], list[int]]:
-    """Positions, in both traces, that spread the parameters over ``stages`` stages as evenly as possible.
+    """Positions, in both traces, that spread the parameters over ``stages`` stages as evenly as ``cut_finely`` allows.
 
-    Cuts are made where the call of a submodule begins, so never inside a submodule that calls no other. The outermost
-    submodules are tried first, and smaller ones only if the stages would be too uneven. The cost of a parameter is its
-    number of elements, and counts where it is used first. Raises ``TraceError`` if there are too few calls.
+    The cost of a parameter is its number of elements, and counts where it is used first. Raises ``TraceError`` if there
+    are too few calls.
     """
-    costs = _costs(traced, tensors)
-    need = max([sum(costs) / stages, *costs])
-    best: tuple[float, list[SubmoduleCall]] | None = None
-    places: list[SubmoduleCall] = []
-    for depth in range(1, 1 + max((call.depth for call in traced.calls.values()), default=0)):
-        deeper = _places(traced, other, depth)
-        if len(deeper) == len(places) or len(deeper) + 1 < stages:
-            continue
-        places = deeper
-        this = _even(costs, places, stages)
-        best = this if best is None else min(best, this, key=lambda pair: pair[0])
-        if best[0] <= _UNEVEN * need:
-            break
-    if best is None and stages > 1:
-        places = _places(traced, other, len(traced.nodes))
+    here, there = cut_finely(traced, other, stages)
+    if len(here) + 1 < stages:
         raise TraceError(
-            f"{stages} stages need {stages - 1} cuts, but the model's submodules begin at only {len(places)} places "
+            f"{stages} stages need {stages - 1} cuts, but the model's submodules begin at only {len(here)} places "
             f"where it can be cut; give fewer stages ({good_splits(traced)})"
         )
-    chosen = best[1] if best else []
-    return [call.first for call in chosen], [other.calls[call.key].first for call in chosen]
+    costs = _costs(traced, tensors)
+    pieces = [sum(costs[begin:end]) for begin, end in pairwise([0, *here, len(costs)])]
+    last_pieces = list(accumulate(even_balance(pieces, stages)))[:-1]
+    return [here[end - 1] for end in last_pieces], [there[end - 1] for end in last_pieces]
 
 
-def cut_finely(traced: TracedGraph, other: TracedGraph) -> tuple[list[int], list[int]]:
-    """Positions, in both traces, that leave a planner enough to choose among: where calls of submodules begin.
+def cut_finely(traced: TracedGraph, other: TracedGraph, stages: int = 1) -> tuple[list[int], list[int]]:
+    """Positions, in both traces, where calls of submodules begin: enough to choose the borders of ``stages`` among.
 
-    The outermost submodules are taken, and smaller ones while there are few.
+    The outermost submodules are taken, and smaller ones while there are few. None is inside a submodule that calls no
+    other.
     """
     places: list[SubmoduleCall] = []
     for depth in range(1, 1 + max((call.depth for call in traced.calls.values()), default=0)):
-        if len(places) + 1 >= _ENOUGH:
+        if len(places) + 1 >= max(_ENOUGH_PIECES, stages):
             break
         deeper = _places(traced, other, depth)
-        if places and len(deeper) + 1 > _MOST:
+        if len(places) + 1 >= max(2, stages) and len(deeper) + 1 > _MOST_PIECES:
             break
         places = deeper
     return [call.first for call in places], [other.calls[call.key].first for call in places]
@@ -333,12 +318,3 @@ def _places(traced: TracedGraph, other: TracedGraph, depth: int) -> list[Submodu
             chosen.append(call)
             last, last_other = call.first, there.first
     return chosen
-
-
-def _even(costs: Sequence[float], places: Sequence[SubmoduleCall], stages: int) -> tuple[float, list[SubmoduleCall]]:
-    """The cost of the most expensive stage, and the calls at which the stages but the first begin."""
-    borders = [0, *(call.first for call in places), len(costs)]
-    pieces = [sum(costs[begin:end]) for begin, end in pairwise(borders)]
-    ends = list(accumulate(even_balance(pieces, stages)))
-    largest = max(sum(pieces[begin:end]) for begin, end in pairwise([0, *ends]))
-    return largest, [places[end - 1] for end in ends[:-1]]
