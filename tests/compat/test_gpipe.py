@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import threading
 from collections import OrderedDict
 
 import pytest
@@ -85,39 +82,6 @@ def test_a_tuple_is_one_argument():
     assert one.tolist() == [[2]] * 5
 
 
-def test_layers_on_different_cpu_devices_run_at_the_same_time():
-    both = threading.Barrier(2)
-
-    class Meets(nn.Module):
-        """Waits, at one of its calls, for the other layer to do so too."""
-
-        def __init__(self, at):
-            super().__init__()
-            self.calls, self.at = 0, at
-
-        def forward(self, x):
-            if self.calls == self.at:
-                both.wait(timeout=20)
-            self.calls += 1
-            return x
-
-    GPipe(nn.Sequential(Meets(1), Meets(0)), [1, 1], devices=["cpu", "cpu"], chunks=2)(torch.ones(2))
-
-
-def test_parameters_and_layers_may_be_shared():
-    def tied():
-        torch.manual_seed(2)
-        first, last, again = nn.Linear(3, 3).double(), nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
-        last.weight = first.weight
-        return nn.Sequential(first, again, nn.Tanh(), again, last)
-
-    bare, model = tied(), GPipe(tied(), [2, 1, 2], devices=CPUS, chunks=3)
-    x = torch.randn(7, 3).double()
-    for module in (bare, model):
-        module(x).square().sum().backward()
-    assert distance(model, bare) < 1e-10
-
-
 @skippable(stash=["skip"])
 class Down(nn.Module):
     def __init__(self, width):
@@ -159,24 +123,6 @@ def test_skips(balance, checkpoint):
     assert distance(model, bare) < 1e-10
 
 
-async def test_where_a_loop_runs():
-    model = GPipe(layers(), [2, 3], devices=CPUS, chunks=2)
-    x = torch.randn(4, 3).double()
-    model(x).sum().backward()
-    assert model[0].weight.grad is not None
-
-
-def test_the_callers_modes_are_carried():
-    model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=CPUS, chunks=2)
-    x = torch.ones(4, 2)
-    with torch.no_grad():
-        assert model(x).grad_fn is None
-    with torch.inference_mode():
-        assert model(x).is_inference()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model(x).dtype == torch.bfloat16
-
-
 # Modes
 
 
@@ -189,21 +135,6 @@ def test_evaluation_recomputes_nothing():
         assert model.train(mode) is model
         model(x).sum().backward()
         assert (layer.calls, layer.first, layer.second) == (3 + first, first, first)
-
-
-def test_nine_samples_in_eight_chunks():
-    layer = Counting()
-    model = GPipe(nn.Sequential(layer), [1], devices=CPUS, chunks=8)
-    model(torch.ones(9, 1, requires_grad=True)).sum().backward()
-    assert (layer.calls, layer.second) == (15, 7)
-
-
-def test_layers_keep_modes_of_their_own():
-    model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [1, 1], devices=CPUS, chunks=2)
-    model[1].eval()
-    model(torch.randn(6, 2))
-    assert model.training
-    assert model[1].num_batches_tracked == 0
 
 
 def test_deferred_batch_norm():
@@ -360,19 +291,6 @@ def test_wrong_inputs(value, error, message):
     assert model(x).shape == (4, 1)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_stage_may_begin_in_place(checkpoint):
-    def clipped():
-        torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)).double()
-
-    bare, model = clipped(), GPipe(clipped(), [1, 2], devices=CPUS, chunks=2, checkpoint=checkpoint)
-    batch = torch.randn(5, 3).double()
-    for module in (bare, model):
-        module(batch).sum().backward()
-    assert distance(model, bare) < 1e-10
-
-
 @pytest.mark.cuda
 def test_on_a_gpu():
     bare, model = layers(), GPipe(layers(), [2, 3], devices=[0, 0], chunks=3)
@@ -392,11 +310,3 @@ def test_an_empty_batch():
     assert output.shape == (0, 2)
     output.sum().backward()
     assert all(not parameter.grad.any() for parameter in model.parameters())
-
-
-def test_a_namespace_equals_its_copies():
-    namespace = Namespace()
-    for copied in (copy.copy(namespace), copy.deepcopy(namespace), pickle.loads(pickle.dumps(namespace))):
-        assert copied == namespace
-        assert hash(copied) == hash(namespace)
-    assert namespace != Namespace()

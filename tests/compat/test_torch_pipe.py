@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe.compat.torch_pipe import NoChunk, Pipe, PipeSequential, WithDevice, is_recomputing
+from asyncpipe.compat.torch_pipe import NoChunk, Pipe, PipeSequential, WithDevice
 from asyncpipe.compat.torch_pipe.skip import pop, skippable, stash
 from asyncpipe.compat.torch_pipe.utils import partition_model
-from asyncpipe.errors import AsyncpipeError, StageError
+from asyncpipe.errors import AsyncpipeError
 
 mse = nn.functional.mse_loss
 
@@ -137,20 +137,6 @@ def test_skips():
     assert torch.allclose(x.grad, wanted)
 
 
-def test_tied_weights():
-    def tied():
-        torch.manual_seed(3)
-        first, last = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
-        last.weight = first.weight
-        return nn.Sequential(first, nn.Tanh(), last)
-
-    bare, model = tied(), Pipe(tied(), chunks=3)
-    x = torch.randn(7, 2).double()
-    bare(x).sum().backward()
-    model(x).local_value().sum().backward()
-    assert distance(model, bare) < 1e-10
-
-
 @pytest.mark.parametrize("samples", [3, 8])
 def test_deferred_batch_norm(samples):
     bare, model = nn.BatchNorm2d(3), Pipe(nn.Sequential(nn.BatchNorm2d(3)), chunks=4, deferred_batch_norm=True)
@@ -159,20 +145,6 @@ def test_deferred_batch_norm(samples):
     model(x).local_value().sum().backward()
     assert torch.allclose(model[0].running_var, bare.running_var)
     assert torch.allclose(model[0].running_mean, bare.running_mean)
-
-
-def test_evaluation_recomputes_nothing():
-    class Seen(nn.Module):
-        def forward(self, x):
-            seen.append(is_recomputing())
-            return x
-
-    seen: list[bool] = []
-    model = Pipe(nn.Sequential(nn.Linear(1, 1), Seen()), chunks=3, checkpoint="always")
-    for mode, wanted in ((True, [False] * 3 + [True] * 3), (False, [False] * 3)):
-        seen.clear()
-        model.train(mode)(torch.ones(3, 1)).local_value().sum().backward()
-        assert seen == wanted
 
 
 # Where layers are
@@ -333,21 +305,6 @@ def test_wrong_inputs(inputs, error, message):
     with pytest.raises(error, match=message):
         model(*inputs)
     assert model(x).local_value().shape == (4, 1)
-
-
-def test_only_tensors_need_not_be_cut():
-    with pytest.raises(TypeError, match="NoChunk takes a tensor, got str"):
-        NoChunk("text")
-
-
-def test_outputs_that_are_tensors_for_some_micro_batches_only():
-    class Sometimes(nn.Module):
-        def forward(self, x):
-            return x, x if len(x) == 2 else None
-
-    with pytest.raises(StageError, match="a tensor for some micro-batches and not for others") as caught:
-        Pipe(nn.Sequential(Sometimes()), chunks=2)(torch.ones(3, 1))
-    assert isinstance(caught.value, TypeError)
 
 
 @pytest.mark.cuda
