@@ -12,7 +12,7 @@
     known_tokens.py       who the service knows by their tokens; token_roles.py: what they may do
     descriptors.py        how many files the process may open, and for what
     http/                 the HTTP API and its pages
-    client/               JobClient, with the standard library alone, and AsyncJobClient, with httpx
+    client/               JobClient, and AsyncJobClient for asyncio
     job_states.py         the states of a job and the transitions between them
     malloc.py             limits the C library's heaps; whole_writes.py: writes that are complete or not made
 

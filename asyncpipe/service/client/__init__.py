@@ -1,22 +1,23 @@
-"""Clients of the job service: they submit, control and watch jobs.
+"""Clients of the job service: they submit, control and watch jobs. They need httpx (extra ``client`` or ``cli``).
 
 ::
 
-    calls.py          everything that can be asked, each call as a dialogue. Start here.
+    calls.py          everything that can be asked, each call once for both clients. Start here.
+    clients.py        JobClient and AsyncJobClient: they carry calls out
     asking.py         one request: when it is repeated, and what is an error
-    dialogue.py       what a call says to the client that carries it out
     downloads.py      downloads that go on where they were interrupted
     events.py         parses event streams; errors.py: what calls raise
-    blocking.py       JobClient, with the standard library alone
-    asynchronous.py   AsyncJobClient, with httpx
-
-What is asked, repeated and raised is decided once, without any connection; a client only sends and reads.
 """
 
-from asyncpipe.service.client.asynchronous import AsyncJobClient
-from asyncpipe.service.client.blocking import JobClient
-from asyncpipe.service.client.downloads import DamagedDownloadError
-from asyncpipe.service.client.errors import ApiError, UnreachableError, WaitTimeoutError
+from asyncpipe.errors import missing_package
+
+try:
+    import httpx  # noqa: F401
+except ImportError as error:
+    raise missing_package("a client of the service needs httpx", "client") from error
+
+from asyncpipe.service.client.clients import AsyncJobClient, JobClient
+from asyncpipe.service.client.errors import ApiError, DamagedDownloadError, UnreachableError, WaitTimeoutError
 from asyncpipe.service.client.events import ServerEvent
 
 __all__ = [

@@ -6,179 +6,167 @@
     pause, resume, cancel …     repeated         raised              repeated if 429, 503  raised
 
 Pauses grow, requests are repeated a limited number of times, and all pauses of a call together are no longer than its
-timeout. Pure: clients carry it out.
+timeout.
+
+Everything is written once, as coroutines over a ``Wire``, of which each client has its own (``clients.py``): that of
+the blocking client blocks in its methods, so its coroutines run to their ends without a loop.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from random import uniform
-from typing import Any, NoReturn
-from urllib.parse import urlencode, urlsplit
+from typing import Any, Protocol, TypeVar
+
+import httpx
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.client.dialogue import (
-    BrokenExchange,
-    Dialogue,
-    HttpRequest,
-    Pause,
-    ResponseHead,
-    hang_up,
-    more_bytes,
-    open_response,
-)
 from asyncpipe.service.client.errors import ApiError, UnreachableError
 from asyncpipe.service.settings.token_file import check_token
 
-__all__ = ["Asking", "read_refusal"]
+__all__ = ["Asking", "BrokenExchange", "Repeating", "Wire", "refusal"]
 
-MOST_BYTES = 64 * 1024 * 1024
-"""The most bytes of a response; the service's are far smaller."""
+_T = TypeVar("_T")
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Seconds before a request is repeated, at first and at most."""
 BUSY = frozenset({429, 502, 503, 504})
 NOT_TAKEN = frozenset({429, 503})
 """Statuses of requests that had no effect."""
+NO_SERVICE = "is this the address of an asyncpipe service?"
+
+
+class Wire(Protocol):
+    """What a client sends, waits and works with."""
+
+    def open(self, request: httpx.Request) -> AbstractAsyncContextManager[tuple[httpx.Response, AsyncIterator[bytes]]]:
+        """The response to ``request`` and the bytes of its body, on a connection of its own."""
+
+    async def sleep(self, seconds: float) -> object:
+        """Do nothing for so long."""
+
+    async def work(self, function: Callable[[], _T]) -> _T:
+        """What ``function``, which blocks, returns."""
+
+
+class BrokenExchange(Exception):
+    """The response is incomplete, or is not one of a service."""
 
 
 class Asking:
     """Asks the service at ``url``; ``timeout`` in seconds, ``retries`` of a request. Any thread may use it."""
 
-    def __init__(self, url: str, token: str | None, timeout: float, retries: int) -> None:
+    def __init__(self, wire: Wire, url: str, token: str | None, timeout: float, retries: int) -> None:
         """Raises ``OptionError`` for an address or a token that cannot be one."""
-        address = _split(url)
+        _check_url(url)
+        self.wire = wire
         self.url = url.rstrip("/")
-        self.secure = address.scheme == "https"
-        self.host: str = address.hostname or ""
-        self.port: int | None = address.port
         self.timeout = timeout
-        self._prefix = address.path.rstrip("/")
-        self._retries = retries
-        self._headers = {"Accept": "application/json", "User-Agent": "asyncpipe"}
+        self.retries = retries
+        self._headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "asyncpipe"}
         if token is not None:
             try:
                 self._headers["Authorization"] = f"Bearer {check_token(token)}"
             except ValueError as error:
                 raise OptionError(f"token: {error}") from None
 
-    def get(self, path: str, query: Collection[tuple[str, str]] = ()) -> Dialogue[dict[str, Any]]:
-        """What the service says at ``path``."""
-        return self.ask("GET", f"{path}?{urlencode(list(query))}" if query else path, None, repeatable=True)
-
-    def ask(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        repeatable: bool = False,
-    ) -> Dialogue[dict[str, Any]]:
-        """The JSON of the response. ``repeatable``: doing it twice is doing it once."""
-        request = self.request(method, path, headers or {}, body=body)
-        failures, waited = 0, 0.0
-        while True:
-            try:
-                head = yield from open_response(request)
-                if not 200 <= head.status < 300:
-                    raise (yield from read_refusal(head))
-                return _parsed(head, (yield from _read_whole(head)))
-            except (BrokenExchange, ApiError) as error:
-                failures += 1
-                pause = self.pause_after(failures, error, repeatable=repeatable)
-                waited += pause
-                if waited > self.timeout:
-                    self.give_up(error)
-            yield Pause(pause)
-
     def request(
         self,
         method: str,
         path: str,
-        headers: Mapping[str, str],
         *,
+        query: Sequence[tuple[str, str]] = (),
         body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         patience: float | None = None,
-    ) -> HttpRequest:
-        """The request, with all headers and the path below which the service is mounted."""
-        content = None if body is None else _encoded(body)
-        typed = {} if content is None else {"Content-Type": "application/json"}
-        together = {**self._headers, **typed, **headers}
-        return HttpRequest(method, self._prefix + path, together, content, patience or self.timeout)
+    ) -> httpx.Request:
+        """The request, which waits at most ``patience`` seconds for each part of its response."""
+        timeout = httpx.Timeout(self.timeout, read=patience or self.timeout).as_dict()
+        try:
+            return httpx.Request(
+                method,
+                self.url + path,
+                params=list(query) or None,
+                json=body,
+                headers={**self._headers, **(headers or {})},
+                extensions={"timeout": timeout},
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(f"a submission must be JSON, with finite numbers: {error}") from error
 
-    def pause_after(self, failures: int, error: BrokenExchange | ApiError, *, repeatable: bool = True) -> float:
-        """Seconds to wait before the request is repeated, after ``failures`` in a row. Gives up where it may not be."""
-        if failures > self._retries or not _may_repeat(error, repeatable):
-            self.give_up(error)
+    async def ask(self, method: str, path: str, *, repeatable: bool = False, **options: Any) -> dict[str, Any]:
+        """The JSON of the response. ``repeatable``: doing it twice is doing it once. ``options`` as of ``request``."""
+        request, repeating = self.request(method, path, **options), Repeating(self, repeatable=repeatable)
+        while True:
+            try:
+                async with self.wire.open(request) as (response, content):
+                    if not response.is_success:
+                        raise await refusal(response, content)
+                    if (found := await _read(content)) is None:
+                        raise BrokenExchange(f"the response is not a JSON object; {NO_SERVICE}")
+                    return found
+            except (httpx.TransportError, BrokenExchange, ApiError) as error:
+                await repeating.after(error)
+
+
+class Repeating:
+    """How often one call has failed in a row, and whether its request is sent again."""
+
+    def __init__(self, asking: Asking, *, repeatable: bool = True) -> None:
+        self._asking = asking
+        self._repeatable = repeatable
+        self._failures = 0
+        self._waited = 0.0
+
+    def progressed(self) -> None:
+        """Something has come: the next failure is the first one."""
+        self._failures, self._waited = 0, 0.0
+
+    async def after(self, error: httpx.TransportError | BrokenExchange | ApiError) -> None:
+        """Wait until the request may be repeated after ``error``. Raises what the caller is told if it may not."""
+        self._failures += 1
         # Longer each time, and random, since many clients may have failed at once.
-        most = min(FIRST_PAUSE * 2.0**failures, LONGEST_PAUSE)
+        most = min(FIRST_PAUSE * 2.0**self._failures, LONGEST_PAUSE)
         asked = error.retry_after if isinstance(error, ApiError) else 0.0
-        return max(uniform(most / 2, most), min(asked, LONGEST_PAUSE))  # noqa: S311 - no secret
+        pause = max(uniform(most / 2, most), min(asked, LONGEST_PAUSE))  # noqa: S311 - no secret
+        self._waited += pause
+        if self._failures > self._asking.retries or self._waited > self._asking.timeout or not self._may(error):
+            if isinstance(error, ApiError):
+                raise error
+            raise UnreachableError(f"{self._asking.url}: {str(error) or type(error).__name__}") from error
+        await self._asking.wire.sleep(pause)
 
-    def give_up(self, error: BrokenExchange | ApiError) -> NoReturn:
-        """Raise what the caller is told of ``error``."""
+    def _may(self, error: Exception) -> bool:
         if isinstance(error, ApiError):
-            raise error
-        raise UnreachableError(f"{self.url}: {error}") from (error.__cause__ or error)
+            return error.status in (BUSY if self._repeatable else NOT_TAKEN)
+        return self._repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
-def read_refusal(head: ResponseHead) -> Dialogue[ApiError]:
-    """The error that a response with ``head`` tells of."""
-    content = yield from _read_whole(head)
-    try:
-        found = json.loads(content) if content else {}
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        found = {"title": head.reason, "detail": "is this the address of an asyncpipe service?"}
-    if 300 <= head.status < 400:
+async def refusal(response: httpx.Response, content: AsyncIterator[bytes]) -> ApiError:
+    """The error that ``response`` tells of."""
+    found = await _read(content) or {"title": response.reason_phrase, "detail": NO_SERVICE}
+    if response.is_redirect:
         found["detail"] = "the service redirects, and redirects are not followed; use its own address"
-    return ApiError(head.status, found, float(head.number("retry-after") or 0))
+    wait = response.headers.get("retry-after", "")
+    return ApiError(response.status_code, found, float(wait) if wait.isascii() and wait.isdigit() else 0.0)
 
 
-def _read_whole(head: ResponseHead) -> Dialogue[bytes]:
-    chunks, size = list[bytes](), 0
-    while chunk := (yield from more_bytes()):
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > MOST_BYTES:
-            raise BrokenExchange(f"a response of more than {MOST_BYTES} bytes")
-    yield from hang_up()
-    if size < (head.number("content-length") or 0):
-        raise BrokenExchange(f"the response ended after {size} bytes")
-    return b"".join(chunks)
-
-
-def _parsed(head: ResponseHead, content: bytes) -> dict[str, Any]:
+async def _read(content: AsyncIterator[bytes]) -> dict[str, Any] | None:
+    """The JSON object in ``content``; ``None`` for anything else."""
     try:
-        found = json.loads(content) if content else {}
+        found = json.loads(b"".join([chunk async for chunk in content]))
     except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
-        return found
-    raise BrokenExchange("the response is not a JSON object; is this the address of an asyncpipe service?")
+        return None
+    return found if isinstance(found, dict) else None
 
 
-def _may_repeat(error: BrokenExchange | ApiError, repeatable: bool) -> bool:
-    if isinstance(error, ApiError):
-        return error.status in (BUSY if repeatable else NOT_TAKEN)
-    return repeatable or not error.sent
-
-
-def _encoded(body: Mapping[str, Any]) -> bytes:
+def _check_url(url: str) -> None:
     try:
-        return json.dumps(body, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"a submission must be JSON, with finite numbers: {error}") from error
-
-
-def _split(url: str) -> Any:
-    try:
-        address = urlsplit(url)
-        sound = address.port != 0 and address.scheme in ("http", "https") and bool(address.hostname)
-    except ValueError:
-        sound = False
-    if not sound or address.query or address.fragment or "@" in address.netloc or not url.isascii():
+        address = httpx.URL(url)
+        is_sound = address.scheme in ("http", "https") and bool(address.host) and 0 < (address.port or 80) < 2**16
+    except httpx.InvalidURL:
+        is_sound = False
+    if not is_sound or address.query or address.fragment or address.userinfo or not url.isascii():
         raise OptionError(f"url must look like http://127.0.0.1:8080, without user and query; got {url!r:.100}")
-    return address

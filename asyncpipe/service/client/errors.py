@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncpipe.errors import AsyncpipeError
 
-__all__ = ["ApiError", "UnreachableError", "WaitTimeoutError"]
+__all__ = ["ApiError", "DamagedDownloadError", "UnreachableError", "WaitTimeoutError"]
 
 
 class ApiError(AsyncpipeError, RuntimeError):
@@ -33,6 +33,10 @@ class ApiError(AsyncpipeError, RuntimeError):
 
 class UnreachableError(AsyncpipeError, ConnectionError):
     """The service could not be reached, or its response did not arrive; the message says where and why."""
+
+
+class DamagedDownloadError(AsyncpipeError, OSError):
+    """What was downloaded does not have the SHA-256 that the service said; it was removed."""
 
 
 class WaitTimeoutError(AsyncpipeError, TimeoutError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncpipe.service.client.dialogue import BrokenExchange
+from asyncpipe.service.client.asking import BrokenExchange
 
-__all__ = ["EventParser", "ServerEvent"]
+__all__ = ["ServerEvent", "events_of"]
 
 LONGEST_LINE = 1024 * 1024
 
@@ -27,53 +27,35 @@ class ServerEvent:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-class EventParser:
-    """Makes events of the bytes of one response, however they are cut. An incomplete last event is none."""
+async def events_of(content: AsyncIterator[bytes]) -> AsyncIterator[ServerEvent]:
+    """The events in the bytes of one response, however they are cut; an incomplete last event is none.
 
-    def __init__(self) -> None:
-        self._line = b""
-        """What has come of the line that is not yet complete."""
-        self._last, self._kind, self._data = 0, "message", list[str]()
-
-    def feed(self, content: bytes) -> Iterator[ServerEvent]:
-        """The events that ``content`` completes. Raises ``BrokenExchange`` for one that is not a service's."""
-        *lines, self._line = (self._line + content).split(b"\n")
+    Raises ``BrokenExchange`` for one that is not a service's.
+    """
+    number, kind, data, rest = 0, "message", list[str](), b""
+    async for chunk in content:
+        *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            raise BrokenExchange(f"an event of more than {LONGEST_LINE} bytes")
         for line in lines:
-            if (event := self._take(line)) is not None:
-                yield event
-        _check_length(self._line)
-
-    def _take(self, line: bytes) -> ServerEvent | None:
-        _check_length(line)
-        text = line.decode("utf-8", "replace").rstrip("\r")
-        name, _, value = text.partition(":")
-        value = value.removeprefix(" ")
-        if not text:
-            found = _event(self._last, self._kind, "\n".join(self._data)) if self._data else None
-            self._kind, self._data = "message", []
-            return found
-        if name == "event":
-            self._kind = value
-        elif name == "data":
-            self._data.append(value)
-        elif name == "id" and value.isascii() and value.isdigit():
-            self._last = int(value)
-        return None
-
-
-def _check_length(line: bytes) -> None:
-    if len(line) > LONGEST_LINE:
-        raise BrokenExchange(f"an event of more than {LONGEST_LINE} bytes")
+            text = line.decode("utf-8", "replace").rstrip("\r")
+            name, _, value = text.partition(":")
+            value = value.removeprefix(" ")
+            if name == "event":
+                kind = value
+            elif name == "data":
+                data.append(value)
+            elif name == "id" and value.isascii() and value.isdigit():
+                number = int(value)
+            elif not text:
+                if data:
+                    yield _event(number, kind, "\n".join(data))
+                kind, data = "message", []
 
 
 def _event(number: int, kind: str, text: str) -> ServerEvent:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BrokenExchange(f"an event that is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise BrokenExchange("an event that is not a JSON object")
-    at, data = found.get("at"), found.get("data")
-    return ServerEvent(
-        number, kind, float(at) if isinstance(at, int | float) else 0.0, data if isinstance(data, dict) else {}
-    )
+        return ServerEvent(number, kind, float(found.get("at", 0.0)), dict(found.get("data", {})))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BrokenExchange(f"an event that is not a JSON object of a service: {error}") from error
