@@ -91,16 +91,3 @@ def test_a_copy_comes_just_before_what_needs_it() -> None:
         "F(0,0)", "F(1,0)", "C(0,1>0)", "B(0,0)", "F(2,0)", "C(1,1>0)", "B(1,0)", "F(3,0)", "C(2,1>0)", "B(2,0)",
         "C(3,1>0)", "B(3,0)",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_a_copy_comes_just_before_the_task_that_needs_it_also_where_copies_have_an_order(name: str) -> None:
-    wiring = Wiring(((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)))
-    graph = lower(find_schedule(name), Shape(4, 8, 4), wiring=wiring)
-    for program in programs(graph).programs:
-        needed = [number for number in program.tasks if graph.tasks[number].source is None]
-        for number in program.tasks:
-            if graph.tasks[number].source is None:
-                needed.remove(number)
-            else:
-                assert needed[0] in graph.local_dependents[number], graph.tasks[number]

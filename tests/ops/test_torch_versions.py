@@ -6,9 +6,7 @@ import ast
 import ctypes
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +15,6 @@ import torch
 
 import asyncpipe
 from asyncpipe.ops import torch_internals
-from asyncpipe.ops.autograd import own_draws
-from asyncpipe.ops.autograd.own_draws import OwnDraws
 from asyncpipe.ops.torch_internals import INTERNALS, check_torch, with_reference
 
 PACKAGE = Path(asyncpipe.__file__).parent
@@ -49,19 +45,6 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             name = ast.unparse(node)
             if name.startswith(("torch.", "nn.")) or (node.attr in listed and not name.startswith("self._")):
                 yield name
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("torch._C.x()", ["torch._C"]),
-        ("from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
-        ("tensor.untyped_storage()._cdata", ["tensor.untyped_storage()._cdata"]),
-        ("self._version = torch.ones(1) * other._mine", []),
-    ],
-)
-def test_private_names_are_found(line: str, found: list[str]) -> None:
-    assert list(private_names(ast.parse(line))) == found
 
 
 def test_private_names_of_torch_are_in_one_module() -> None:
@@ -146,26 +129,3 @@ def test_a_slot_holds_one_reference(torchs: Callable[[str, object], None]) -> No
         assert sys.getrefcount(value) == alone + len(kept) + 1
         put("asyncpipe: a test", kept)
         assert sys.getrefcount(value) == alone + len(kept)
-
-
-class Draws(OwnDraws):
-    """Any draws."""
-
-
-def enter(draws: OwnDraws) -> None:
-    for _ in range(1000):
-        with draws, draws:
-            assert own_draws.own_draws() is draws
-
-
-def test_entering_keeps_the_count_of_references() -> None:
-    draws = Draws()
-    before, nones = sys.getrefcount(draws), sys.getrefcount(None)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(enter, [draws, draws]))
-    enter(draws)
-    assert sys.getrefcount(draws) == before
-    assert abs(sys.getrefcount(None) - nones) < 500, "it is put where there was nothing"
-    alive = weakref.ref(draws)
-    del draws
-    assert alive() is None

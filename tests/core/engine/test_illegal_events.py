@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,24 +197,6 @@ def test_the_story_is_what_happened_to_the_task(before: list[Event], event: Even
     assert [entry for _, entry in raised.value.story] == story
     for entry in story:
         assert f"\n  0.000000 {entry}" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "finish",
-    [
-        lambda state: state,
-        lambda state: state.handle(StepCancelled(STEP), 0.0),
-        lambda state: state.handle(TaskFailed(STEP, 0, ERROR), 0.0),
-    ],
-    ids=["running", "cancelled", "failed"],
-)
-def test_a_record_is_there_when_the_step_is_completed(finish: Callable[[SchedulerState], object]) -> None:
-    state = begun([])
-    finish(state)
-    remembered = snapshot(state)
-    with pytest.raises(InvalidTransition, match="step 5 is not completed"):
-        remove_record(state, STEP)
-    assert snapshot(state) == remembered
 
 
 def test_a_step_is_gone_with_its_record() -> None:

@@ -14,20 +14,6 @@ def account(name: str) -> JobAccount:
 A, B = account("a"), account("b")
 
 
-def test_a_job_is_told_of_others_and_not_of_itself() -> None:
-    lane = LaneUse()
-    lane.begin(A, 1.0)
-    lane.begin(B, 1.0)
-    lane.handed_over(2.0, is_first=True)
-    lane.handed_over(2.5, is_first=False)
-    lane.ended(A, 3.0)
-    lane.ended(B, 5.0)  # It was behind the other one until 3.
-    assert lane.taken(A) == ((1.0, 0.0), (3.0, 0.0), (5.0, 2.0))
-    assert lane.taken(B) == ((1.0, 0.0), (2.0, 0.0), (3.0, 1.0))
-    lane.end(A)
-    assert lane.taken(A) == ()
-
-
 def test_a_lane_that_is_kept_empty_is_taken_from_those_that_are_ready() -> None:
     lane = LaneUse()
     lane.begin(A, 0.0)

@@ -46,13 +46,6 @@ class TwoLines(RuledSchedule):
         return live < shape.devices - action.stage
 
 
-class ForwardFirst(RuledSchedule):
-    """GPipe as a rule."""
-
-    def priority(self, action: Action, shape: Shape) -> bool:
-        return action.kind is not TaskKind.FORWARD
-
-
 def run(schedule: RuledSchedule | str, shape: Shape, costs: Callable[[Task], float] | None = None) -> Report:
     found = find_schedule(schedule) if isinstance(schedule, str) else schedule
     return report(simulate(lower(found, shape), costs or Costs()))
@@ -69,12 +62,6 @@ def test_1f1b_in_two_lines_is_1f1b(costs: Costs) -> None:
             assert found.peak_in_flight == expected.peak_in_flight
 
 
-def test_forward_first_is_gpipe() -> None:
-    for p, m in product(DEVICES, MICROBATCHES):
-        found, expected = run(ForwardFirst(), Shape(p, m, p)), run("gpipe", Shape(p, m, p))
-        assert (found.seconds, found.peak_in_flight) == (expected.seconds, expected.peak_in_flight)
-
-
 @pytest.mark.parametrize("cap", [None, 1, 3])
 def test_backward_first_keeps_its_cap_and_the_bubble_of_1f1b(cap: int | None) -> None:
     for p, m in product(DEVICES, MICROBATCHES):
@@ -82,13 +69,6 @@ def test_backward_first_keeps_its_cap_and_the_bubble_of_1f1b(cap: int | None) ->
         assert max(found.peak_in_flight) <= (cap or p)
         if cap is None:
             assert found.seconds == 3 * (m + p - 1), (p, m)
-
-
-def test_backward_first_says_what_it_demands() -> None:
-    with pytest.raises(ScheduleError, match="give a multiple of 2"):
-        lower(BackwardFirst(), Shape(3, 4, 2))
-    with pytest.raises(OptionError, match="cap must be a positive integer, got 0"):
-        BackwardFirst(0)
 
 
 def test_a_hint_does_not_wait_for_what_is_late() -> None:
@@ -135,34 +115,6 @@ def test_what_belongs_to_the_whole_step_waits_for_every_backward() -> None:
 
 
 # Rules that are none
-
-
-def test_an_impure_rule_fails_its_step() -> None:
-    asked: list[Action] = []
-
-    class Moody(TwoLines):
-        def admit(self, action: Action, live: int, shape: Shape) -> bool:
-            asked.append(action)
-            return len(asked) <= 7
-
-    graph = lower(Moody(), Shape(2, 3, 2))
-    with pytest.raises(ScheduleError, match=r"'Moody', device dev:1: admit does not let F\(0,1\) in, although the dev"):
-        simulate(graph)
-
-
-def test_a_rule_that_raises_while_it_decides_fails_its_step_alone() -> None:
-    class Broken(TwoLines):
-        def admit(self, action: Action, live: int, shape: Shape) -> bool:
-            if live:
-                raise ZeroDivisionError("oh")
-            return True
-
-    graph = lower(Broken(), Shape(2, 3, 2))
-    with pytest.raises(
-        ScheduleError, match=r"does not let F\(1,0\) in, but raises ZeroDivisionError\('oh'\)"
-    ) as raised:
-        simulate(graph)
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 class GoesBad(RuledSchedule):

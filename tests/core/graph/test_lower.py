@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncpipe.core.graph.export import to_dict, to_dot
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Lane, Queue, Task
-from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring, critical_path
+from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
@@ -120,14 +120,6 @@ def test_each_task_is_there_once_and_copies_only_where_the_device_changes(graph:
     assert graph.phase is not Phase.FORWARD or not of_kind(graph, TaskKind.RECOMPUTE)
 
 
-def test_no_copy_within_a_device() -> None:
-    order = [F(0, 0), F(0, 1), F(0, 2), B(0, 2), B(0, 1), B(0, 0)]
-    graph = lower(Listed([order], [0, 0, 0]), Shape(3, 1, 1))
-    assert not of_kind(graph, TaskKind.COPY)
-    assert waits(graph, graph.find(TaskKind.FORWARD, 0, 1)) == {("F(0,0)", Reason.DATA)}
-    assert waits(graph, graph.find(TaskKind.BACKWARD, 0, 0)) == {("B(0,1)", Reason.DATA), ("F(0,0)", Reason.DATA)}
-
-
 def test_copies_go_both_ways_in_queues_of_their_own() -> None:
     graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["left", "right"])
     onward, back = graph.find(TaskKind.COPY, 0, 1, source=0), graph.find(TaskKind.COPY, 0, 0, source=1)
@@ -199,17 +191,6 @@ def test_numbers_are_topological_and_sorted_by_cycle_with_copies_first(graph: Ta
     assert keys == sorted(keys)
 
 
-@settings(max_examples=60)
-@given(any_graph)
-def test_lanes(graph: TaskGraph) -> None:
-    assert graph.lanes == tuple(Lane(device, queue) for device in graph.devices for queue in list(Queue)[:3])
-    for task in graph.tasks:
-        assert graph.lanes[graph.lane_of[task.number]] == task.lane
-        assert task.lane.device == graph.devices[graph.placement[task.stage]]
-        queue = Queue.COMPUTE if task.source is None else Queue.GRAD_IN if task.is_gradient_copy else Queue.COPY_IN
-        assert task.lane.queue is queue
-
-
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (3, 4), (4, 2), (5, 7)])
 def test_the_clock_cycles_of_gpipe(p: int, m: int) -> None:
     """F(i,j) is in cycle i + j; the backwards mirror them, behind the F(m-1,p-1) in cycle m + p - 2."""
@@ -220,11 +201,6 @@ def test_the_clock_cycles_of_gpipe(p: int, m: int) -> None:
     for copy in of_kind(graph, TaskKind.COPY):
         (producer,) = graph.dependencies[copy.number]
         assert copy.cycle == graph.tasks[producer].cycle + 1
-
-
-def test_a_task_that_is_not_there() -> None:
-    with pytest.raises(KeyError, match="no R task for micro-batch 0 at stage 1"):
-        lower(find_schedule("gpipe"), Shape(2, 1, 2)).find(TaskKind.RECOMPUTE, 0, 1)
 
 
 # Growth
@@ -241,12 +217,6 @@ def test_tasks_and_edges_grow_linearly(name: str, mode: CheckpointMode) -> None:
 
 
 # The graph as data
-
-
-def test_the_critical_path_of_a_chain() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2))
-    seconds = {"F": 3.0, "B": 5.0, "C": 0.5}
-    assert critical_path(graph, lambda task: seconds[task.kind.value]) == 3 + 0.5 + 3 + 5 + 0.5 + 5
 
 
 def test_plain_data_and_dot_name_every_task_and_edge() -> None:

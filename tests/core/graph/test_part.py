@@ -106,24 +106,6 @@ def two(**options: object) -> TaskGraph:
     return lower(find_schedule("gpipe"), Shape(2, 1, 2), **arguments)  # type: ignore[arg-type]
 
 
-def test_a_chain_of_two() -> None:
-    graph = two()
-    number = {task.id: task.number for task in graph.tasks}
-    first, second = part(graph, ["dev:0"]), part(graph, ["dev:1"])
-    assert [task.id for task in first.graph.tasks] == ["F(0,0)", "C(0,1>0)", "B(0,0)"]
-    assert [task.id for task in second.graph.tasks] == ["C(0,0>1)", "F(0,1)", "B(0,1)"]
-    forth = (number["C(0,0>1)"], number["F(0,0)"])
-    back = (number["C(0,1>0)"], number["B(0,1)"])
-    assert (second.arrivals, second.graph.gates) == ({forth: 0}, (0,))
-    assert (first.arrivals, first.graph.gates) == ({back: 0}, (1,))
-    assert first.departures == ((Departure("dev:1", *forth, tensors=True),), (), ())
-    assert second.departures == ((), (), (Departure("dev:0", *back, tensors=True),))
-    assert first.at_start == second.at_start == ()
-    assert first.graph.read_by(1) == (), "what a copy reads is not in its part"
-    assert first.graph.find(TaskKind.BACKWARD, 0, 0).number == 2
-    assert [(edge.dependency, edge.task) for edge in first.graph.edges()] == [(0, 2), (1, 2)]
-
-
 def test_tied_parameters_leave_when_the_step_begins() -> None:
     graph = two(wiring=Wiring(((0, 1),), ((0, 1),), (0, 1)))
     owner, user = part(graph, ["dev:0"]), part(graph, ["dev:1"])

@@ -140,18 +140,6 @@ def last(graph: TaskGraph, stage: int) -> str:
     return [t.id for t in graph.tasks if t.kind is TaskKind.BACKWARD and t.stage == stage][-1]
 
 
-def test_the_phases_share_the_ties_and_leave_updates_to_the_caller() -> None:
-    forward = graph_of(ties=((0, 3),), updates=(0,), phase=FORWARD)
-    backward = graph_of(ties=((0, 3),), updates=(0,), phase=BACKWARD)
-    assert "C(0>3)" in copies(forward)
-    assert "C(3>0)" not in copies(forward)
-    assert "C(3>0)" in copies(backward)
-    assert "C(0>3)" not in copies(backward)
-    kinds = {task.kind for task in (*forward.tasks, *backward.tasks)}
-    assert TaskKind.SUM in kinds
-    assert TaskKind.UPDATE not in kinds
-
-
 @pytest.mark.parametrize(("name", "shape"), [("gpipe", Shape(3, 4, 3)), ("1f1b", Shape(3, 4, 3))])
 def test_the_backward_phase_is_figure_2(name: str, shape: Shape) -> None:
     graph = graph_of(name, shape, links=((0, 1), (1, 2)), phase=BACKWARD, checkpoint="except_last")

@@ -13,39 +13,16 @@ from asyncpipe.core.engine.events import StepCancelled, StepCompleted, StepSubmi
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph
-from asyncpipe.core.policies.fair_share import FairShare
+from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.policies.policy import LaneView, Policy, StepView
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
-from asyncpipe.core.schedules.backward_first import BackwardFirst
 from asyncpipe.core.schedules.protocol import Action, RuledSchedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PolicyError
 
-
-def ruled_graph(stages: int = 2, microbatches: int = 3) -> TaskGraph:
-    return lower(BackwardFirst(), Shape(stages, microbatches, stages))
-
-
-def kinds(state: SchedulerState, queue: Queue = Queue.COMPUTE) -> set[type[Policy]]:
-    return {type(policy) for lane, policy in state.policies.items() if lane.queue is queue}
-
-
 # Which policy a lane gets
-
-
-def test_a_lane_has_the_simplest_policy_that_will_do() -> None:
-    hand = ByHand()
-    hand.send(StepSubmitted(0, graph_of("1f1b", 2, 2)), 0.0)
-    assert kinds(hand.state) == {FirstComeFirstServed}
-    hand.send(StepSubmitted(1, ruled_graph()), 0.0)
-    assert kinds(hand.state) == {FirstComeFirstServed}
-    assert not any(p.ruled_lane is None for lane, p in hand.state.policies.items() if lane.queue is Queue.COMPUTE)
-    assert kinds(hand.state, Queue.COPY_IN) == {FirstComeFirstServed}, "a rule is asked about compute alone"
-    hand.send(StepSubmitted(2, graph_of("1f1b", 2, 2), Share("named")), 0.0)
-    assert kinds(hand.state) == kinds(hand.state, Queue.COPY_IN) == {FairShare}
 
 
 @pytest.mark.parametrize("share", [Share("other"), Share(background=True)])

@@ -173,20 +173,6 @@ def test_the_end_of_one_jobs_step_leaves_the_others_alone(fails: bool) -> None:
     assert flows["b"].virtual == 4.0
 
 
-def test_expected_is_the_mean_of_the_last_times() -> None:
-    hand, graph = ByHand(), one_lane(12)
-    hand.send(StepSubmitted(0, graph, Share("a")), 0.0)
-    assert hand.state.expected(0, 11) is None
-    for task, seconds in enumerate((2.0, 4.0, 3.0)):
-        hand.send(TaskCompleted(0, task, 0.0, seconds), 9.0)
-    assert hand.state.expected(0, 11) == 3.0
-    for task in range(3, 11):
-        hand.send(TaskCompleted(0, task, 0.0, 11.0), 99.0)
-    # The mean of the first eight is 8; each of the other three, of 11, weighs an eighth.
-    assert hand.state.expected(0, 11) == pytest.approx(11 - 3 * (7 / 8) ** 3)
-    assert hand.state.expected(1, 0) is None, "there is no such step"
-
-
 def test_a_job_is_forgotten_when_it_is_gone() -> None:
     hand, graph = ByHand(), one_lane(1)
     hand.run_step(0, graph, Share("keeps"), 0.0, 1.0)
@@ -204,15 +190,6 @@ def test_a_job_is_forgotten_when_it_is_gone() -> None:
     hand.state.forget("never heard of")
     assert not flows_of(hand.state)
     assert not hand.state.jobs
-
-
-def test_a_job_that_goes_on_is_not_forgotten() -> None:
-    hand, graph = ByHand(), one_lane(1)
-    hand.send(StepSubmitted(0, graph, Share("a")), 0.0)
-    hand.state.forget("a")
-    hand.send(StepSubmitted(1, graph, Share("a")), 0.0)
-    hand.send(TaskCompleted(0, 0, 0.0, 3.0), 3.0)
-    assert hand.state.expected(1, 0) == 3.0
 
 
 # The simulation itself

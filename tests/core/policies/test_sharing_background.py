@@ -110,16 +110,6 @@ def test_the_background_waits_for_a_step_that_is_due_and_as_long_again() -> None
     assert hand.state.wake_at(17.0) is None
 
 
-def test_what_is_not_known_holds_nobody_back() -> None:
-    graph, small = graph_of("gpipe", 2, 1, Phase.FORWARD), one_lane(1, "dev:1")
-    for share in (Share("new"), Share()):
-        hand = ByHand()
-        hand.run_step(0, small, BACKGROUND, 0.0, 1.0)
-        hand.send(StepSubmitted(1, graph, share), 2.0)
-        assert dispatched(hand.send(StepSubmitted(2, small, BACKGROUND), 2.0)) == [(2, 0)]
-        assert hand.state.wake_at(2.0) is None
-
-
 def test_a_backward_that_waits_for_its_caller_holds_nobody_back() -> None:
     hand, graph, small = ByHand(), graph_of("gpipe", 1, 2, Phase.BACKWARD), one_lane(1)
     hand.run_step(0, small, BACKGROUND, 0.0, 1.0)

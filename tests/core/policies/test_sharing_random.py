@@ -19,6 +19,7 @@ from asyncpipe.core.engine.events import (
     Outcome,
     StepCancelled,
     StepCompleted,
+    StepFinished,
     StepSubmitted,
     TaskCompleted,
     TaskDropped,
@@ -67,6 +68,8 @@ class Model:
     opened: set[int] = field(default_factory=set)
     outcome: Outcome = Outcome.OK
     over: bool = False
+    log: list[tuple[float, Event | Command]] = field(default_factory=list)
+    """Its events and commands."""
 
     def is_ready(self, task: int) -> bool:
         """Whether an ordered graph's task may be dispatched."""
@@ -165,10 +168,11 @@ class World:
 
     def take(self, event: Event) -> None:
         if isinstance(event, StepSubmitted):
-            self.models[event.step] = Model(event.step, event.graph, event.share)
+            self.models[event.step] = Model(event.step, event.graph, event.share, log=[(self.now, event)])
             self.to_submit.pop()
             return
         model = self.models[event.step]
+        model.log.append((self.now, event))
         if isinstance(event, GateOpened):
             model.opened.add(event.gate)
         elif isinstance(event, StepCancelled):
@@ -186,13 +190,18 @@ class World:
 
     def obey(self, commands: Iterable[Command]) -> None:
         for command in commands:
+            self.models[command.step].log.append((self.now, command))
+        for command in commands:
             model = self.models[command.step]
             if isinstance(command, Dispatch):
                 self.dispatch(model, command.task)
             elif isinstance(command, StepCompleted):
                 model.over = True
                 assert command.outcome is model.outcome
-                self.state.remove(model.number)
+                removed = self.state.remove(model.number)
+                assert removed.journal == model.log, "the journal is every event and command, in order"
+                ends = [type(entry) for _, entry in model.log if isinstance(entry, StepFinished | StepCompleted)]
+                assert ends == [StepFinished, StepCompleted], "ends come behind everything else"
                 if model.outcome is Outcome.OK:
                     assert sorted(model.dispatched) == list(range(len(model.graph.tasks))), "every task exactly once"
 

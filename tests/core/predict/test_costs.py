@@ -10,13 +10,11 @@ import pytest
 
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
-from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs, Jitter, StageCosts, parse_costs
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import F, I, OrderedSchedule, Shape, W
-from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
 
@@ -56,11 +54,6 @@ def test_costs_are_read_from_a_line(text: str, costs: Costs) -> None:
     assert parse_costs(text) == costs
 
 
-def test_a_backward_costs_its_halves_unless_it_is_given() -> None:
-    assert parse_costs("I=3,W=4")(task("B")) == 7
-    assert parse_costs("I=3,W=4,B=5")(task("B")) == 5
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -87,13 +80,6 @@ def test_each_kind_costs_what_its_stage_says() -> None:
     for kind, row in {"F": (1, 2), "R": (3, 4), "I": (5, 6), "W": (7, 8), "B": (9, 10), "U": (11, 12)}.items():
         assert [costs(task(kind, stage)) for stage in (0, 1)] == list(row)
     assert costs(task("S", 1, WHOLE_STEP)) == 0
-
-
-def test_what_is_left_out_follows_from_the_rest() -> None:
-    costs = StageCosts(rows(F=[1, 2], I=[3, 4], W=[5, 7]), [0])
-    assert [costs(task("R", stage)) for stage in (0, 1)] == [1, 2]
-    assert [costs(task("B", stage)) for stage in (0, 1)] == [8, 11]
-    assert costs(task("U", 1)) == 0
 
 
 @pytest.mark.parametrize(("given", "kind"), [("F", "B"), ("FB", "I"), ("FB", "W"), ("FI", "B")])
@@ -207,17 +193,3 @@ def test_a_wrong_sigma_is_refused(sigma: float) -> None:
 
 
 # Slack: p = 4, m = 16, t_F = 1, t_B = 2, means of 40 seeds, beside those of an independent simulation.
-
-SLACK = Shape(4, 16, 4)
-
-
-def mean_makespan(graph: TaskGraph, sigma: float, *, per_microbatch: bool = False) -> float:
-    return fmean(report(simulate(graph, Jitter(Costs(), sigma, seed, per_microbatch))).seconds for seed in range(40))
-
-
-def test_slack_of_one_f_one_b() -> None:
-    graph = lower(find_schedule("1f1b"), SLACK)
-    assert report(simulate(graph)).seconds == 57
-    assert report(simulate(graph, Costs(copy=1))).seconds == 85
-    assert mean_makespan(graph, 0.3) == pytest.approx(65.9, abs=1)
-    assert mean_makespan(graph, 0.6, per_microbatch=True) == pytest.approx(83.6, abs=6)

@@ -24,7 +24,7 @@ from asyncpipe.core.predict.layer_profile import (
     SentTensor,
     TiedTensor,
 )
-from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
+from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
@@ -97,12 +97,6 @@ def test_a_stage_keeps_its_borders_and_what_its_layers_save_once():
 def test_trained_parameters_count_with_gradient_and_state_and_frozen_ones_once():
     assert PROFILE.memory([2, 1], 4).fixed == (200, 100)
     assert PROFILE.memory([2, 1], 4, parameter_scale=4.0).fixed == (400, 180)
-
-
-def test_layers_have_costs_to_balance_by():
-    assert PROFILE.layer_seconds(4) == [5.0, 10.0, 20.0]
-    assert PROFILE.layer_seconds(4, CheckpointMode.ALWAYS) == [6.0, 12.0, 24.0]
-    assert PROFILE.layer_bytes(4) == [10 + 20 + 200, 20 + 20, 20 + 3 + 100]
 
 
 # Skips and ties
@@ -319,19 +313,6 @@ def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, over
     assert found.step == pytest.approx(0.5)
     assert found.latency == pytest.approx(latency, rel=1e-6)
     assert found.bandwidth == inf
-
-
-def test_recomputing_and_halves_that_were_not_measured_follow_from_the_rest():
-    costs = StageCosts({TaskKind.FORWARD: [1.0, 2.0], TaskKind.BACKWARD: [4.0, 6.0]}, [0])
-    record = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), costs)
-    steps = {StepVariant.KEPT: [MeasuredStep(report(record).seconds, record)]}
-    sizes = [dict.fromkeys(("input", "saved", "saved_input", "saved_output", "output"), 0)] * 2
-    found = combine(steps, steps, sizes, instant=True)
-    assert [la.forward for la in found.layers] == pytest.approx([1.0, 2.0])
-    assert [la.recompute for la in found.layers] == pytest.approx([1.0, 2.0])
-    assert [la.input_gradient for la in found.layers] == pytest.approx([2.0, 3.0])
-    assert [la.weight_gradient for la in found.layers] == pytest.approx([2.0, 3.0])
-    assert layer_seconds(steps[StepVariant.KEPT][0]) == pytest.approx([5.0, 8.0])
 
 
 def test_bandwidth_follows_from_copies_between_devices_that_copy():

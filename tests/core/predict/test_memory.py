@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import Outcome, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
-from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
+from asyncpipe.core.predict.memory import StageMemory, peak_memory
 from asyncpipe.core.predict.report import peak_per_device, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_record import StepRecord
@@ -60,19 +58,6 @@ def test_a_halved_backward_keeps_everything_until_its_weight_gradients() -> None
     assert peak_memory(simulate(lower(Soon(), Shape(1, 3, 1))), StageMemory([10], [0], [0])) == [10]
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
-def test_a_phase_alone_counts_what_is_fixed(phase: Phase) -> None:
-    record = simulate(lower(find_schedule("gpipe"), Shape(2, 3, 2), phase=phase))
-    assert peak_memory(record, StageMemory([10, 10], [1, 1], [5, 6])) == [5, 6]
-
-
-def test_a_failed_step_counts_what_completed() -> None:
-    whole = step("gpipe", Shape(1, 3, 1))
-    until = [event for event in whole.journal if not isinstance(event[1], TaskCompleted) or event[1].task < 2]
-    record = StepRecord(0, whole.graph, until, Outcome.FAILED)
-    assert peak_memory(record, StageMemory([10], [0], [1])) == [21]
-
-
 def test_a_step_of_another_size_is_refused() -> None:
     with pytest.raises(OptionError, match="memory is that of 3 stages, the step has 2"):
         peak_memory(step("gpipe", Shape(2, 1, 2)), StageMemory([1] * 3, [1] * 3, [1] * 3))
@@ -93,12 +78,6 @@ def test_wrong_sizes_are_refused(rows: tuple[Any, Any, Any], message: str) -> No
 
 
 # Peaks per device
-
-
-@pytest.mark.parametrize(("p", "v", "m"), [(1, 2, 4), (2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 6)])
-def test_interleaved_peaks_are_those_of_the_closed_form(p: int, v: int, m: int) -> None:
-    record = step("interleaved", Shape(p * v, m, p))
-    assert peak_per_device(report(record), record.graph)[0] == min(m, p + (p - 1) / v)
 
 
 # Random steps
@@ -129,11 +108,3 @@ def test_equal_sizes_make_bytes_of_micro_batches(record: StepRecord, size: int) 
     assert found == [round(peak * per_device) * size for peak in held]
     if per_device == 1:
         assert found == [peak * size for peak in report(record).peak_in_flight]
-
-
-def test_bytes_for_people() -> None:
-    from asyncpipe.cli.plan import _bytes
-
-    assert [format_bytes(count) for count in (12, 1536, 2**33, 2**50)] == ["12 B", "1.5 KiB", "8 GiB", "1024 TiB"]
-    # And back: what --memory-limit takes.
-    assert [_bytes(text) for text in ("8GiB", "8G", "500MB", "1.5 kib", "12")] == [2**33, 2**33, 5 * 10**8, 1536, 12]

@@ -14,7 +14,7 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict import planner
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.predict.memory import peak_memory
-from asyncpipe.core.predict.planner import Plan, best_of_each, busiest_device, plan
+from asyncpipe.core.predict.planner import Plan, busiest_device, plan
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.gpipe import GPipeSchedule
@@ -101,21 +101,6 @@ def test_where_steps_overlap_the_time_from_one_to_the_next_ranks() -> None:
 # The best
 
 
-@pytest.mark.parametrize(
-    ("times", "devices", "balance"),
-    [
-        ([1.0, 1.0, 1.0, 1.0], 2, (2, 2)),
-        ([4.0, 1.0, 1.0, 1.0, 1.0], 2, (1, 4)),
-        ([1.0, 1.0, 1.0, 1.0, 4.0], 2, (4, 1)),
-        ([2.0, 1.0, 1.0, 4.0, 3.0, 1.0], 3, (3, 1, 2)),
-    ],
-)
-def test_the_known_optimum_is_found(times, devices, balance):
-    best = never(profile_of(times), devices, schedules=["1f1b"])[0]
-    assert best.balance == balance
-    assert (best.schedule, best.microbatches, best.checkpoint) == ("1f1b", 4, CheckpointMode.NEVER)
-
-
 @pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 1.0], [1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 6.0]])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_no_balance_is_better_than_the_chosen_one(times, schedule):
@@ -132,14 +117,6 @@ def test_borders_move_where_even_stages_are_not_the_best():
     every = never(profile, 2, schedules=["interleaved"], balances=lambda stages: all_balances(6, stages))
     assert best.balance == (1, 2, 2, 1)
     assert best.seconds == min(each.seconds for each in every)
-
-
-def test_recomputation_costs_time_and_saves_memory():
-    plans = best_of_each(plan(profile_of([1.0] * 4, measured=(8,)), 2, schedules=["gpipe"]))
-    by_mode = {each.checkpoint: each for each in plans}
-    assert by_mode[CheckpointMode.NEVER].seconds < by_mode[CheckpointMode.EXCEPT_LAST].seconds
-    assert max(by_mode[CheckpointMode.ALWAYS].memory) < max(by_mode[CheckpointMode.NEVER].memory)
-    assert len(plans) == 3
 
 
 def test_a_plan_says_how_to_have_it():
@@ -160,15 +137,6 @@ def test_what_does_not_fit_is_left_out():
     assert all(max(each.memory) <= limit for each in plans)
     # Without a limit, the same plans come in the same order, and one that does not fit is the first.
     assert next(each for each in free if max(each.memory) <= limit).seconds == plans[0].seconds
-
-
-def test_a_balance_by_memory_is_found_where_the_one_by_time_does_not_fit():
-    """The last layer takes no time and keeps most: by time it goes to the others, and they do not fit together."""
-    profile = profile_of([1.0, 1.0, 1.0, 0.01], sizes=[SIZE, SIZE, SIZE, 20 * SIZE])
-    fast = never(profile, 2, schedules=["gpipe"])[0]
-    assert fast.balance == (2, 2)
-    small = never(profile, 2, schedules=["gpipe"], memory_limit=max(fast.memory) - 1)[0]
-    assert small.balance == (3, 1)
 
 
 def test_nothing_fits_says_the_smallest_that_was_found():

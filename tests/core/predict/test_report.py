@@ -16,7 +16,7 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
 )
 from asyncpipe.core.graph.lower import lower
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
@@ -74,23 +74,6 @@ def test_the_critical_path_leaves_out_what_no_dependency_explains() -> None:
     found = report(record(PIPE, PIPE_TIMES))
     assert found.critical_path == 1 + 2 + 0.5 + 1 + 2 + 3 + 0.5 + 2
     assert found.bound == found.critical_path
-
-
-def test_gaps_are_bubbles_and_no_part_of_the_bound() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(1, 3, 1), phase=Phase.FORWARD)
-    found = report(record(graph, {"F(0,0)": (0.0, 1.0), "F(1,0)": (2.0, 3.0), "F(2,0)": (3.0, 7.0)}))
-    assert found.bound == found.critical_path == found.device_busy["dev:0"] == 6.0
-    assert found.bubble_ratio == pytest.approx(1 / 7)
-
-
-def test_tasks_are_sorted_by_start_and_told_from_submission() -> None:
-    found = report(record(PIPE, PIPE_TIMES))
-    assert [time.start for time in found.tasks] == sorted(start for start, _ in PIPE_TIMES.values())
-    assert {time.task.id: (time.start, time.end) for time in found.tasks} == PIPE_TIMES
-    simultaneous = [time.task.number for time in found.tasks if time.start == 2.0]
-    assert simultaneous == sorted(simultaneous)
-    assert len(simultaneous) == 2
-    assert found.tasks[0].seconds == 1.0
 
 
 def test_a_failed_step_reports_what_completed() -> None:

@@ -52,11 +52,6 @@ def test_a_recomputation_hides_behind_the_copy_of_the_gradient() -> None:
     assert found["B(0,0)"] == (13.0, 15.0)
 
 
-def test_a_tight_cap_costs_nothing_where_tasks_are_done_when_they_end() -> None:
-    graph = lower(find_schedule("1f1b"), Shape(3, 5, 3))
-    assert times(simulate(graph, Costs(), in_flight=1)) == times(simulate(graph, Costs(), in_flight=100))
-
-
 @settings(max_examples=60)
 @given(SHAPES, st.tuples(*[st.integers(0, 5)] * 4), st.sampled_from(CheckpointMode), st.integers(1, 20))
 def test_every_run_keeps_to_its_graph(

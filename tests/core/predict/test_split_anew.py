@@ -63,9 +63,3 @@ def test_another_order_other_tasks_or_a_rule_may_add_otherwise(other):
     assert not same_sums(graph_of("1f1b", 4), graph_of(other, 4))
     rule = graph_of("backward-first", 4)
     assert not same_sums(rule, rule)
-
-
-def test_stages_that_add_in_several_ways_are_known():
-    shape = Shape(8, 8, 4)
-    both = lower(find_schedule("dualpipev"), shape, wiring=Wiring.chain(8))
-    assert not same_sums(both, both)

@@ -15,7 +15,7 @@ from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.predict.costs import Costs, Jitter
 from asyncpipe.core.predict.report import report, reports, steady_state
-from asyncpipe.core.predict.simulate import SimulatedJob, can_overlap, simulate, simulate_jobs, simulate_steps
+from asyncpipe.core.predict.simulate import can_overlap, simulate, simulate_steps
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
@@ -84,14 +84,6 @@ def test_steady_state_lies_between_the_busiest_device_and_a_single_step(
 
 def is_compute(queue: Queue) -> bool:
     return queue is Queue.COMPUTE
-
-
-def test_jobs_beside_each_other_may_overlap_their_steps() -> None:
-    graph = graph_of("zb-h2", 2, 4)
-    [run] = simulate_jobs([SimulatedJob(graph, steps=5, ahead=2)])
-    assert [record.step for record in run.records] == [0, 1, 2, 3, 4]
-    [endless] = simulate_jobs([SimulatedJob(graph, steps=None, ahead=1)], until=1000)
-    assert steady_state(reports(endless.records)).seconds == 12
 
 
 def test_what_shows_no_steady_state_is_refused() -> None:

@@ -58,14 +58,6 @@ def test_errors_that_were_told_too_small_are_stretched(
     assert not contradictions(agreed_shifts(small, crossings), crossings)
 
 
-def test_an_example() -> None:
-    """Of two workers, one is exact."""
-    crossings = [EdgePassage("a", 1.0, "b", 0.9), EdgePassage("b", 2.0, "a", 2.4)]
-    shifts = agreed_shifts({"a": 0.0, "b": 0.5}, crossings)
-    assert shifts["a"] == 0
-    assert 0.1 - TINY <= shifts["b"] <= 0.4
-
-
 def test_a_clock_that_nobody_has_asked_yet_moves_no_more_than_it_must() -> None:
     shifts = agreed_shifts({"a": 0.0, "b": float("inf")}, [EdgePassage("a", 1.0, "b", 0.9)])
     assert shifts == {"a": 0.0, "b": pytest.approx(0.1)}

@@ -80,38 +80,8 @@ def test_what_is_written_is_read_back(name: str) -> None:
         assert write_csv(back, shape) == text
 
 
-@pytest.mark.parametrize("name", ORDERED)
-def test_each_action_stands_to_the_right_of_what_it_needs(name: str) -> None:
-    """As many columns as clock cycles; an overlap takes two cycles and stands in the first."""
-    schedule = find_schedule(name)
-    assert isinstance(schedule, OrderedSchedule)
-    for shape in allowed(schedule):
-        graph = lower(schedule, shape)
-        cycles = {Action(*task[1:4]): task.cycle for task in graph.tasks if task.kind is not TaskKind.COPY}
-        rows = cells_of(write_csv(schedule, shape))
-        assert {len(row) for row in rows} == {1 + max(cycles.values())}
-        for row, order in zip(rows, orders_of(schedule, shape), strict=True):
-            columns = [column for column, cell in enumerate(row) if cell]
-            assert columns == [cycles[next(flat([entry]))] for entry in order]
-
-
 def test_one_f_one_b_as_torch_writes_it() -> None:
     assert write_csv(find_schedule("1f1b"), Shape(2, 2, 2)) == ONE_F_ONE_B
-
-
-def test_the_notation_of_every_type() -> None:
-    text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,,0I1,0W1,0B2\n"
-    orders = ((F(0, 0), F(1, 0), Overlap(F(2, 0), B(0, 0)), I(1, 0), W(1, 0), B(2, 0)),)
-    assert read(text) == CsvSchedule(orders, Shape(1, 3, 1), "text")
-    assert write_csv(read(text), Shape(1, 3, 1)) == text
-
-
-def test_stages_may_be_placed_anywhere() -> None:
-    schedule = read("1F0,1B0\n0F0,2F0,2B0,0B0\n")
-    assert schedule.shape == Shape(3, 1, 2)
-    assert list(schedule.placement(schedule.shape)) == [1, 0, 1]
-    assert [schedule.order(device, schedule.shape)[0] for device in (0, 1)] == [F(0, 1), F(0, 0)]
-    assert write_csv(schedule, schedule.shape) == ",1F0,,,1B0,\n0F0,,2F0,2B0,,0B0\n"
 
 
 def random_schedule(random: Random, stages: int, microbatches: int, devices: int) -> CsvSchedule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import astuple
 from pathlib import Path
 
@@ -38,17 +37,6 @@ def test_a_file_is_a_schedule(tmp_path: Path) -> None:
     assert schedule.name == f"csv:{path}"
     times = report(simulate(lower(schedule, Shape(2, 2, 2))))
     assert times.tasks == report(simulate(lower(find_schedule("1f1b"), Shape(2, 2, 2)))).tasks
-
-
-def test_a_file_as_hint(tmp_path: Path) -> None:
-    hinted = find_schedule(f"csv:{written(tmp_path)}", order="hint")
-    assert report(simulate(lower(hinted, Shape(2, 2, 2)))).seconds == 9.0
-
-
-def test_the_name_of_the_file_is_in_its_errors(tmp_path: Path) -> None:
-    path = written(tmp_path, "0F0,0Q0")
-    with pytest.raises(ScheduleError, match=rf"^schedule 'csv:{re.escape(path)}', row 1, column 2 \(both counted"):
-        find_schedule(f"csv:{path}")
 
 
 @pytest.mark.parametrize(

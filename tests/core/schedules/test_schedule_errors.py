@@ -150,17 +150,6 @@ def test_what_a_plug_in_raises_is_told_as_its_fault(schedule: Schedule, method: 
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-def test_an_order_that_breaks_off_is_told() -> None:
-    def order(device: int, shape: Shape) -> Iterable[Action]:
-        yield F(0, 0)
-        raising()
-
-    schedule = Listed([LEFT, RIGHT])
-    schedule.order = order  # type: ignore[method-assign]
-    with pytest.raises(ScheduleError, match=r"'listed', device 0: after F\(0,0\) raised ZeroDivisionError: oh"):
-        lower(schedule, Shape(2, 2, 2))
-
-
 def test_a_device_that_admits_nothing() -> None:
     rule = Ruled()
     rule.admit = lambda action, live, shape: live > 0  # type: ignore[method-assign]
@@ -200,11 +189,6 @@ def test_a_step_has_a_stage_and_a_device() -> None:
         Shape(0, 1, 2)
     with pytest.raises(OptionError, match="devices must be a positive integer, got -1"):
         Shape(2, 1, -1)
-
-
-def test_a_check_comes_before_everything_else() -> None:
-    with pytest.raises(ScheduleError, match="'gpipe' puts one stage on each device"):
-        lower(find_schedule("gpipe"), Shape(1, 1, 2), devices=["too few"])
 
 
 ONE_EACH = "'{}' puts one stage on each device, got 4 stages for 2 devices"

@@ -104,15 +104,6 @@ def test_zb_h2_has_its_closed_form_inside_a_device_and_the_last_ones_delay_outsi
         assert times.seconds <= run(ZBH1(), p, m, costs=costs).seconds, (p, m)
 
 
-def test_with_a_barrier_zb_h2_gains_nothing_at_equal_times() -> None:
-    """Its devices never idle inside, but the last one starts late: the parallelogram of the paper's Figure 3."""
-    times = run(ZBH2(), 4, 8)
-    assert (idle_inside(times), times.seconds) == (0, 8 * 3 + 3)
-    assert [(tasks[0].start, tasks[-1].end) for tasks in computed(times)] == [(0, 24), (1, 25), (2, 26), (3, 27)]
-    assert run(ZBH1(), 4, 8).seconds == times.seconds
-    assert run(ZBH2(), 4, 8, costs=times_of(2, 4, 1)).seconds < run(ZBH1(), 4, 8, costs=times_of(2, 4, 1)).seconds
-
-
 @pytest.mark.parametrize("costs", [EQUAL, *CLOSED, *OTHERS], ids=name_of)
 def test_what_holds_at_any_times(costs: Costs) -> None:
     """The largest of the three terms in the module's docstring, with enough micro-batches."""
@@ -155,16 +146,3 @@ def test_interleaved_zb(p: int, v: int) -> None:
             plain = report(simulate(lower(Interleaved(), Shape(p * v, m, p)), EQUAL))
             assert ideal <= times.seconds <= min(padded, plain.seconds), m
             assert max(held(times, WEIGHTS)) == min(m, p) * v, m
-
-
-def test_the_picture_in_the_docstring() -> None:
-    times = run(ZBH1(), 3, 4)
-    rows = []
-    for tasks in computed(times):
-        cells = {time.start: time.task.label for time in tasks}
-        rows.append(" ".join(cells.get(second, "..") for second in range(int(times.seconds))))
-    assert rows == [
-        "F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3",
-        ".. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
-        ".. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
-    ]

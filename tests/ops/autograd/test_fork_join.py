@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncpipe.ops.autograd.fork_join import fork, join, phony
-
-CPU = torch.device("cpu")
+from asyncpipe.ops.autograd.fork_join import fork, join
 
 
 class Note(torch.autograd.Function):
@@ -66,24 +64,3 @@ def test_a_node_on_the_phony_runs_between_join_and_fork() -> None:
     after = Note.apply(join(forked, edge), "after join", log)
     after.sum().backward()
     assert log == ["after join", "on the phony", "before fork"]
-
-
-def test_values_and_gradients_pass_unchanged() -> None:
-    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    forked, edge = fork(x)
-    joined = join(forked, edge)
-    assert torch.equal(joined, x)
-    assert joined.data_ptr() == x.data_ptr(), "no copy"
-    weight = torch.randn(3, 2, dtype=torch.float64)
-    (joined * weight).sum().backward()
-    assert torch.equal(x.grad, weight)
-
-
-def test_join_gives_a_gradient_to_a_tensor_that_has_none() -> None:
-    """A phony that requires a gradient makes the result require one, so the node on it is reached."""
-    log: list[str] = []
-    edge = Note.apply(phony(CPU, requires_grad=True), "on the phony", log)
-    joined = join(torch.ones(2), edge)
-    assert joined.requires_grad
-    joined.sum().backward()
-    assert log == ["on the phony"]

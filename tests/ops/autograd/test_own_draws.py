@@ -207,29 +207,12 @@ def test_draws_in_a_dispatch_are_torchs() -> None:
 # Scope
 
 
-def test_contexts_nest() -> None:
-    outer, inner, wanted = Generator(1), Generator(2), torch.Generator().manual_seed(1)
-    with outer:
-        first = torch.rand(3)
-        with inner, inner:
-            torch.rand(3)
-        second = torch.rand(3)
-    assert torch.equal(torch.cat([first, second]), torch.rand(6, generator=wanted)[:6])
-
-
 def test_nothing_of_torch_stays_replaced() -> None:
     for _ in range(2):
         with asyncpipe.Pipeline([nn.Linear(1, 1)], ["cpu"], microbatches=1, loss_fn=torch.sum).sync(), Generator():
             assert torch.random.__dict__["default_generator"] is not torch.default_generator
         assert torch.random.__dict__["default_generator"] is torch.default_generator
         assert not torch._C._dispatch_tls_is_dispatch_key_included(DrawsKey().key)
-
-
-def test_an_error_in_a_draw_gives_the_default_generator_back() -> None:
-    before = torch.get_rng_state()
-    with pytest.raises(RuntimeError), Generator():
-        in_mode(lambda: torch.native_dropout(ONES, 7.0, True)[0])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def in_threads(*functions: Callable[[], object]) -> None:

@@ -15,7 +15,6 @@ import asyncpipe
 from asyncpipe.ops.autograd import random_streams
 from asyncpipe.ops.autograd.checkpoint import checkpoint
 from asyncpipe.ops.autograd.random_streams import (
-    DeviceDraws,
     RandomStream,
     check_repeated,
     draw_step_seed,
@@ -41,17 +40,6 @@ def test_streams_differ_by_seed_micro_batch_stage_and_branch_and_go_on() -> None
     with stream():
         first, second = torch.rand(3), torch.rand(3)
     assert not torch.equal(first, second)
-
-
-def test_the_tasks_of_a_device_draw_each_from_its_own_stream() -> None:
-    wanted = {}
-    for key in product((0, 1), (0, 1), (0, 1)):
-        with stream(5, *key):
-            wanted[key] = torch.rand(3)
-    with DeviceDraws(5, set()) as draws:
-        for key in reversed(wanted):
-            draws.begin(*key)
-            assert torch.equal(torch.rand(3), wanted[key])
 
 
 def test_a_step_takes_one_number_from_the_callers_generator() -> None:
@@ -169,19 +157,3 @@ def test_a_task_that_waits_lets_others_have_the_turn(devices: Devices) -> None:
         found = torch.cat([first, torch.rand(3, generator=devices[CUDA])])
         assert entered.drawn()
     assert torch.equal(found, wanted)
-
-
-def test_two_devices_whose_tasks_call_each_other_do_not_wait_for_each_other(devices: Devices) -> None:
-    barrier = threading.Barrier(2)
-
-    def task(outer: torch.device, inner: torch.device) -> None:
-        with random_stream(1, 0, 0, outer):
-            barrier.wait()
-            with random_stream(2, 0, 0, inner):
-                pass
-
-    threads = [threading.Thread(target=task, args=pair) for pair in [(CUDA, OTHER), (OTHER, CUDA)]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

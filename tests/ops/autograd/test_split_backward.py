@@ -60,81 +60,8 @@ def check(function: Function, inputs: Sequence[Tensor], parameters: Sequence[Ten
         assert_close(ours, wanted)
 
 
-def check_module(module: nn.Module, *inputs: Tensor) -> None:
-    check(
-        lambda *leaves: module(*leaves),
-        [x.requires_grad_(x.is_floating_point()) for x in inputs],
-        [*module.parameters()],
-    )
-
-
 def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape))
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.cells = kind(4, 5, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cells(x)[0]
-
-
-class Attention(nn.Module):
-    """With a learned position that comes in through a module argument, and tied weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = parameter(3, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 8)
-        self.attention.out_proj.weight = self.head.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.position
-        return self.head(x + self.attention(x, x, x, need_weights=False)[0])
-
-
-class Tied(nn.Module):
-    """Tokens and values come in, scores over the tokens go out; one weight for both."""
-
-    def __init__(self, sparse: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4, sparse=sparse)
-
-    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        y = self.embedding(tokens) + x
-        return y if self.embedding.sparse else y @ self.embedding.weight.T
-
-
-MODULES: dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]] = {
-    "linear": lambda: (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), [torch.randn(2, 4)]),
-    "batch norm": lambda: (nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.GELU()), [torch.randn(6, 4)]),
-    "layer norm": lambda: (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)), [torch.randn(2, 3, 4)]),
-    "in place": lambda: (nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)), [torch.randn(2, 4)]),
-    "convolution": lambda: (
-        nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 2, 2)),
-        [torch.randn(2, 2, 8, 8)],
-    ),
-    "attention": lambda: (Attention(), [torch.randn(2, 3, 8)]),
-    "transformer": lambda: (
-        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-        [torch.randn(2, 3, 8)],
-    ),
-    "LSTM": lambda: (Recurrent(nn.LSTM), [torch.randn(2, 3, 4)]),
-    "GRU": lambda: (Recurrent(nn.GRU), [torch.randn(2, 3, 4)]),
-    "tied embedding": lambda: (Tied(), [torch.tensor([1, 5, 1]), torch.randn(3, 4)]),
-    "sparse embedding": lambda: (Tied(sparse=True), [torch.tensor([1, 5, 1]), torch.randn(3, 4)]),
-    "bilinear": lambda: (nn.Bilinear(3, 4, 5), [torch.randn(2, 3), torch.randn(2, 4)]),
-    "nothing to train": lambda: (nn.Sequential(nn.Tanh(), nn.Softmax(-1)), [torch.randn(2, 3)]),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_modules(name: str) -> None:
-    module, inputs = MODULES[name]()
-    check_module(module, *inputs)
 
 
 class Both(torch.autograd.Function):
@@ -214,14 +141,6 @@ def test_functions(name: str, skip: tuple[int, ...], wanted: bool) -> None:
     matrix, vector = parameter(4, 4), parameter(4)
     x = torch.randn(5, 4, requires_grad=wanted)
     check(lambda x: FUNCTIONS[name](x, matrix, vector), [x], [matrix, vector], skip)
-
-
-def test_several_leaves_some_of_which_want_nothing() -> None:
-    matrix = parameter(4, 4)
-    x, y, z = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)
-    check(lambda x, y, z: (x @ matrix * y, z * y), [x, y, z], [matrix])
-    found = run(lambda x, y, z: (x @ matrix * y, z * y), [x, y, z], True, (1,))
-    assert [gradient is None for gradient in found] == [False, True, True]
 
 
 def test_under_autocast() -> None:
@@ -315,42 +234,6 @@ def test_parameter_hooks_see_one_whole_gradient(kind: str, shared: str) -> None:
     run(model, [x], split=True)
     assert len(seen) == 2
     assert_close(seen[1], seen[0])
-
-
-def test_module_hooks_fire_once() -> None:
-    class Shifted(nn.Module):
-        """Its second argument comes from a parameter alone, so one of its edges leads outside."""
-
-        def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-            return x * shift + 1, shift * 2
-
-    layer, shift = Shifted(), parameter(4)
-    calls: list[str] = []
-
-    def before(module: nn.Module, outgoing: Any) -> Any:
-        calls.append("before")
-        return tuple(gradient * 2 for gradient in outgoing)
-
-    def after(module: nn.Module, incoming: Any, outgoing: Any) -> Any:
-        calls.append("after")
-        assert all(gradient is not None for gradient in (*incoming, *outgoing))
-        return tuple(gradient * 3 for gradient in incoming)
-
-    layer.register_full_backward_pre_hook(before)
-    layer.register_full_backward_hook(after)
-    check(lambda x: layer(x.tanh(), shift.exp()), [torch.randn(2, 4, requires_grad=True)], [shift])
-    assert calls == ["before", "after"] * 4
-
-
-def test_a_deep_graph() -> None:
-    scale = parameter(1)
-
-    def function(x: Tensor) -> Tensor:
-        for _ in range(5000):
-            x = x.sin() * scale
-        return x
-
-    check(function, [torch.randn(2, requires_grad=True)], [scale])
 
 
 # Random graphs

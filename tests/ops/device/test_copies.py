@@ -12,15 +12,6 @@ from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream
 CPU = torch.device("cpu")
 
 
-def test_cpu_to_cpu_hands_over_the_same_storage() -> None:
-    copier = Copier(CpuStream(), CpuStream())
-    tensors = [torch.randn(3, 2), None, torch.arange(4)[1:]]
-    assert copier.side(tensors) is None
-    moved = copier.copy(tensors, None)
-    for before, after in zip(tensors, moved, strict=True):
-        assert before is after
-
-
 # On a GPU
 
 
@@ -37,17 +28,6 @@ def produced(stream: AcceleratorStream, value: float) -> tuple[Tensor, torch.cud
         event = torch.cuda.Event()
         event.record(stream.stream)
     return tensor, event
-
-
-@pytest.mark.cuda
-def test_one_gpu_hands_over_the_same_storage() -> None:
-    lane, compute = AcceleratorStream(cuda()), AcceleratorStream(cuda())
-    copier = Copier(lane, compute)
-    tensor = torch.ones(4, device=cuda())
-    assert copier.side([tensor]) is None
-    with lane.use():
-        (moved,) = copier.copy([tensor], None)
-    assert moved is tensor
 
 
 @pytest.mark.cuda

@@ -62,25 +62,3 @@ def test_each_devices_thread_has_its_own_number() -> None:
         for executor in executors:
             executor.close()
             executor.join()
-
-
-def test_a_thread_that_ran_before_keeps_its_number() -> None:
-    numbers: SimpleQueue[int] = SimpleQueue()
-    asked = threading.Event()
-
-    def early() -> None:
-        numbers.put(torch.get_num_threads())
-        asked.wait()
-        numbers.put(torch.get_num_threads())
-
-    thread = threading.Thread(target=early)
-    thread.start()
-    first = numbers.get(timeout=10)
-    intra_op = IntraOpThreads(2)
-    device = threading.Thread(target=intra_op.initializer())
-    device.start()
-    intra_op.wait()
-    device.join()
-    asked.set()
-    thread.join()
-    assert (first, numbers.get(timeout=10)) == (CALLERS, CALLERS)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.errors import BackwardError
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 
 
@@ -52,22 +50,6 @@ def test_roll_back_puts_the_earlier_tensors_back_unchanged() -> None:
     assert identities(owned) == before
 
 
-def test_an_interrupted_beginning_can_be_rolled_back() -> None:
-    owned = parameters(1.0, 2.0)
-    before = identities(owned)
-
-    def interrupted() -> object:
-        yield owned[0]
-        raise KeyboardInterrupt
-
-    guard = GradientGuard()
-    with pytest.raises(KeyboardInterrupt):
-        guard.begin(interrupted())  # type: ignore[arg-type]
-    assert values(owned) == [None, 2.0]
-    guard.roll_back()
-    assert identities(owned) == before
-
-
 def test_accumulation_is_that_of_the_plain_model() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
@@ -103,18 +85,6 @@ def test_of_overlapping_backwards_one_failure_restores_what_was_there() -> None:
     assert guard.take() == {}
     guard.roll_back()
     assert identities(owned) == before
-
-
-def test_a_turn_on_the_same_thread_is_joined_between_backwards_only() -> None:
-    guard = GradientGuard()
-    guard.enter(1, "outer")
-    guard.enter(2, "inner")
-    guard.leave("inner")
-    guard.begin([])
-    with pytest.raises(BackwardError, match="half-way on this thread"):
-        guard.enter(3, "inner")
-    guard.leave("outer")
-    assert guard.enter_at_once(4, "next"), "what was refused is no member"
 
 
 def test_what_was_given_up_is_waited_for() -> None:

@@ -78,19 +78,6 @@ def test_any_micro_batches_with_any_offset(sizes: list[int], offset: float, seed
     assert_same_statistics(deferred, bare, tolerance=1e-12 * max(1.0, abs(offset)))
 
 
-def test_one_sample_a_micro_batch() -> None:
-    bare, deferred = twins(nn.BatchNorm2d(2, momentum=1.0, dtype=torch.float64))
-    batch = torch.arange(24.0, dtype=torch.float64).reshape(3, 2, 2, 2) ** 2
-    bare(batch)
-    for microbatch in batch.split(1):
-        deferred(microbatch)
-    deferred.commit()
-    assert_same_statistics(deferred, bare)
-    values = batch[:, 0].flatten()
-    assert deferred.running_var is not None
-    torch.testing.assert_close(deferred.running_var[0], values.var(correction=1))
-
-
 def test_one_value_a_channel_is_refused_as_by_the_bare_layer_and_notgathered() -> None:
     bare, deferred = twins(nn.BatchNorm1d(2, dtype=torch.float64))
     batch = torch.randn(4, 2, dtype=torch.float64)
@@ -123,35 +110,6 @@ def test_each_micro_batch_is_normalised_with_its_own_statistics() -> None:
     assert deferred.weight.grad is not None
     assert bare.weight.grad is not None
     assert torch.equal(deferred.weight.grad, bare.weight.grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_gathered_in_float32(dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    _, deferred = twins(nn.BatchNorm2d(3, momentum=1.0).to(dtype))
-    batch = (100 + torch.randn(32, 3, 4, 4)).to(dtype)
-    for microbatch in batch.split(1):
-        deferred(microbatch)
-    assert deferred.gathered is not None
-    exact = batch.double().transpose(0, 1).flatten(1)
-    torch.testing.assert_close(deferred.gathered.mean.double(), exact.mean(1), rtol=1e-6, atol=0)
-    variance = deferred.gathered.deviations.double() / (exact.size(1) - 1)
-    torch.testing.assert_close(variance, exact.var(1), rtol=1e-4, atol=0)
-    deferred.commit()
-    assert deferred.running_var is not None
-    assert deferred.running_var.dtype == dtype
-    assert torch.equal(deferred.running_var, exact.var(1).to(dtype))
-
-
-def test_a_mean_far_from_zero_cancels_nothing() -> None:
-    torch.manual_seed(1)
-    bare, deferred = twins(nn.BatchNorm1d(2, momentum=1.0))
-    batch = 1000 + torch.randn(256, 2)
-    bare(batch)
-    for microbatch in batch.split(16):
-        deferred(microbatch)
-    deferred.commit()
-    assert_same_statistics(deferred, bare, tolerance=1e-5)
 
 
 # When to count
@@ -190,10 +148,3 @@ def test_evaluation_is_that_of_the_bare_layer() -> None:
 
 
 # Layers of every kind
-
-
-def test_without_running_statistics_it_is_the_bare_layer() -> None:
-    made = DeferredBatchNorm2d(2, track_running_stats=False)
-    made(torch.randn(2, 2, 2, 2))
-    made.commit()
-    assert list(made.state_dict()) == ["weight", "bias"]

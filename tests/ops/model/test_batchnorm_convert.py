@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.model.batchnorm import (
     DeferredBatchNorm1d,
-    DeferredBatchNorm3d,
     convert_deferred_batch_norm,
     deferred_layers,
 )
@@ -58,19 +57,6 @@ def test_conversion_keeps_hooks_mode_and_names() -> None:
     handle.remove()
     model(torch.randn(3, 2))
     assert len(calls) == 1
-
-
-def test_a_batch_norm_itself_is_returned_converted() -> None:
-    bare = nn.BatchNorm3d(2)
-    deferred = convert_deferred_batch_norm(bare)
-    assert type(deferred) is DeferredBatchNorm3d
-    assert deferred.weight is bare.weight
-    assert convert_deferred_batch_norm(deferred) is deferred
-    untracked = nn.BatchNorm1d(2, track_running_stats=False)
-    assert convert_deferred_batch_norm(untracked) is untracked
-    linear = nn.Linear(2, 2)
-    assert convert_deferred_batch_norm(linear) is linear
-    assert deferred_layers(linear) == []
 
 
 class Activated(nn.BatchNorm1d):

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from asyncpipe.ops.model.input_copies import InputCopies
-
-
-@pytest.mark.parametrize("repeated", [True, False])
-def test_a_stage_that_writes_gets_copies(repeated):
-    inputs, received = InputCopies(always=False), [torch.ones(2, requires_grad=True)]
-    for _ in range(2):
-        given = inputs.given(received, repeated)
-        assert given[0] is not received[0]
-        assert given[0].requires_grad
-        given[0].mul_(2)
-        inputs.saw(received, given)
-    assert torch.equal(received[0], torch.ones(2))
 
 
 def test_a_stage_that_does_not_write_gets_copies_once():

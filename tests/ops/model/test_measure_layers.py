@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, nan
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.errors import BalanceError, BatchError, DeviceError, MicrobatchError, OptionError
+from asyncpipe.errors import BalanceError
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm1d
 from asyncpipe.ops.model.measure_layers import balance_by_size, balance_by_time, layer_bytes, layer_times
-from asyncpipe.ops.model.microbatch import Arguments, NoChunk
 from asyncpipe.ops.model.skips import Namespace, pop, skippable, stash
 
 FLOAT = 4
@@ -85,13 +83,6 @@ def test_forward_and_backward_of_each_layer() -> None:
     assert times(*layers, clock=clock) == [3, 0.75, 0, 8]
 
 
-def test_stages_of_even_time() -> None:
-    clock = Clock()
-    model = nn.Sequential(*(Takes(clock, seconds) for seconds in (1, 1, 1, 1, 2, 6)))
-    assert balance_by_time(2, model, torch.ones(1), seconds=0, clock=clock) == [5, 1]
-    assert balance_by_time(3, model, torch.ones(1), seconds=0, clock=clock) == [3, 2, 1]
-
-
 def test_frozen_layers_at_the_start_have_no_backward() -> None:
     clock = Clock()
     frozen, trained = Takes(clock, 1, 2, weight=False), Takes(clock, 1, 2)
@@ -100,32 +91,6 @@ def test_frozen_layers_at_the_start_have_no_backward() -> None:
 
 
 # Values between layers
-
-
-def test_the_first_layer_takes_all_arguments() -> None:
-    clock = Clock()
-
-    def weigh(x: Tensor, *, mask: Tensor) -> Tensor:
-        assert (x.shape, mask.shape) == ((4, 3), (3,))
-        clock.now += 1
-        return x * mask
-
-    sample = Arguments.of(torch.ones(4, 3), mask=NoChunk(torch.ones(3)))
-    assert times(Calls(weigh), nn.Linear(3, 1), sample=sample, clock=clock) == [1, 0]
-
-    def weigh_half(x: Tensor, *, mask: Tensor) -> Tensor:
-        return weigh(torch.cat([x, x]), mask=mask)
-
-    assert len(layer_bytes(nn.Sequential(Calls(weigh_half)), sample, microbatches=2)) == 1
-
-
-def test_operations_in_place_on_inputs_of_any_layer() -> None:
-    sample = torch.tensor([[-1.0, 2.0]])
-    layers = [nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), Calls(lambda x: x.add_(1)), nn.Sigmoid()]
-    times(*layers, sample=sample)
-    assert sample.tolist() == [[-1.0, 2.0]]
-    # The second ReLU overwrites the memory that is its output; sigmoid saves its own.
-    assert layer_bytes(nn.Sequential(*layers), sample)[2] == 2 * FLOAT
 
 
 @skippable(stash=["kept"])
@@ -212,17 +177,6 @@ def test_the_model_is_left_as_it_was(measure: Callable[[nn.Sequential, Any], Non
     assert model[2].gathered is None
 
 
-def test_gradients_of_parameters_that_a_function_holds_on_to() -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    kept = torch.ones(3, 3)
-    model[0].weight.grad = kept
-    model.append(Calls(lambda x, weight=model[0].weight: x @ weight))
-    times(*model)
-    assert model[0].weight.grad is kept
-    assert torch.equal(kept, torch.ones(3, 3))
-    assert model[0].bias.grad is None
-
-
 # Errors
 
 
@@ -246,38 +200,4 @@ def test_a_layer_a_stage_before_anything_runs(balance: Callable[..., Any], stage
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    ("measure", "options", "error", "message"),
-    [
-        (layer_times, {"seconds": -1}, OptionError, "seconds must be a finite number, zero or more, got -1"),
-        (layer_times, {"seconds": inf}, OptionError, "seconds must be a finite number, zero or more, got inf"),
-        (layer_times, {"seconds": nan}, OptionError, "seconds must be a finite number, zero or more, got nan"),
-        (layer_times, {"device": "nowhere"}, DeviceError, "'nowhere' is no device"),
-        (layer_bytes, {"device": "nowhere"}, DeviceError, "'nowhere' is no device"),
-        (layer_bytes, {"parameter_scale": -1}, OptionError, "parameter_scale must be a finite number, zero or more"),
-        (layer_bytes, {"parameter_scale": nan}, OptionError, "parameter_scale must be a finite number, zero or more"),
-        (layer_bytes, {"microbatches": 0}, MicrobatchError, "microbatches must be a positive integer, got 0"),
-        (layer_bytes, {"batch_dim": 2}, BatchError, "dimension 2 must be the batch"),
-    ],
-)
-def test_options_out_of_range(
-    measure: Callable[..., Any], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        measure(nn.Sequential(nn.ReLU()), torch.ones(2, 2), **options)
-
-
 # Devices
-
-
-@pytest.mark.cuda
-def test_on_a_cuda_device() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 2048), nn.Linear(2048, 2))
-    generator = torch.cuda.get_rng_state()
-    seconds = layer_times(model, torch.randn(4, 8), seconds=0.1, device="cuda:0")
-    assert all(0 < each < 60 for each in seconds)
-    assert torch.equal(torch.cuda.get_rng_state(), generator)
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-    on_cpu = layer_bytes(model, torch.randn(4, 8), parameter_scale=0)
-    on_cuda = layer_bytes(model, torch.randn(4, 8), parameter_scale=0, device="cuda:0")
-    assert [on_cuda[0], *on_cuda[2:]] == [on_cpu[0], *on_cpu[2:]]

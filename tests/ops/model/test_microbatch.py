@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from asyncpipe.core.checks import check_positive
-from asyncpipe.errors import ArgumentTypeError, BatchError, MicrobatchError, StageError
+from asyncpipe.errors import ArgumentTypeError, BatchError, StageError
 from asyncpipe.ops.model.microbatch import (
     CutBatch,
     Microbatches,
@@ -39,14 +37,6 @@ def alike(batch: Any, sizes: list[int]) -> list[Any]:
 # Sizes
 
 
-@pytest.mark.parametrize(
-    ("size", "microbatches", "sizes"),
-    [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (3, 8, [1, 1, 1]), (1, 1, [1]), (5, 1, [5])],
-)
-def test_sizes_are_even_and_small_batches_make_fewer(size: int, microbatches: int, sizes: list[int]) -> None:
-    assert cut(torch.zeros(size, 2), microbatches).sizes == sizes
-
-
 @given(st.integers(1, 50), st.integers(1, 20))
 @settings(max_examples=100)
 def test_sizes(size: int, microbatches: int) -> None:
@@ -55,14 +45,6 @@ def test_sizes(size: int, microbatches: int) -> None:
     assert len(sizes) == min(size, microbatches)
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("microbatches", [0, -1, 1.0, True, "2", None])
-def test_a_number_of_micro_batches_is_a_positive_integer(microbatches: Any) -> None:
-    with pytest.raises(MicrobatchError) as raised:
-        check_positive("microbatches", microbatches, MicrobatchError)
-    assert str(raised.value) == f"microbatches must be a positive integer, got {microbatches!r}"
-    assert check_positive("microbatches", 3, MicrobatchError) == 3
 
 
 # Scatter
@@ -140,15 +122,6 @@ def test_outputs_of_mixed_structure(outputs: list[Any]) -> None:
         gather(outputs)
 
 
-def test_shapes_that_do_not_fit() -> None:
-    with pytest.raises(
-        StageError, match=r"shapes \(1, 2\), \(1, 3\) cannot be concatenated along the batch dimension 0"
-    ):
-        gather([torch.ones(1, 2), torch.ones(1, 3)])
-    with pytest.raises(StageError, match=r"shapes \(2,\), \(2,\) cannot be concatenated along the batch dimension 1"):
-        gather([torch.ones(2), torch.ones(2)], 1)
-
-
 # Other ways to give micro-batches
 
 
@@ -187,33 +160,4 @@ def test_ready_made_micro_batches_are_taken_as_they_are() -> None:
         cut(Microbatches([torch.zeros(1), torch.zeros(0)]), 2).with_samples()
 
 
-def test_an_empty_batch_is_one_empty_micro_batch() -> None:
-    made = cut(torch.zeros(0, 3), 4)
-    assert made.sizes == [0]
-    assert made.pieces[0].shape == (0, 3)
-    with pytest.raises(BatchError, match="the input is empty; give at least one sample"):
-        made.with_samples()
-
-
 # Round trips
-
-names = st.text("abc", min_size=1, max_size=2)
-
-
-def nested(size: int) -> st.SearchStrategy[Any]:
-    """Nested tuples, lists and dicts of tensors with ``size`` samples."""
-    tensors = st.builds(
-        lambda shape, seed: torch.randn(size, *shape, generator=torch.Generator().manual_seed(seed)),
-        st.lists(st.integers(0, 3), max_size=2),
-        st.integers(0, 1000),
-    )
-    return st.recursive(
-        tensors,
-        lambda inner: st.one_of(
-            st.lists(inner, min_size=1, max_size=3),
-            st.lists(inner, min_size=1, max_size=3).map(tuple),
-            st.dictionaries(names, inner, min_size=1, max_size=3),
-            st.dictionaries(names, inner, min_size=1, max_size=3).map(OrderedDict),
-        ),
-        max_leaves=5,
-    )

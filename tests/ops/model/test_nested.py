@@ -108,11 +108,6 @@ def test_dataclasses(value: Any, where: list[str]) -> None:
     assert not hasattr(doubled, "third")
 
 
-def test_places() -> None:
-    structure = flatten([{"a": Named(1, (2,))}, deque([3])])[1]
-    assert places(structure) == ["[0]['a'].first", "[0]['a'].second[0]", "[1][0]"]
-
-
 class InSlots:
     __slots__ = ("_a", "b")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.device.wire import from_buffers, from_wire, to_buffers, to_wire
+from asyncpipe.ops.device.wire import from_buffers, to_buffers
 from asyncpipe.ops.model.sequential import split, stage_parts
 from asyncpipe.ops.model.shipping import receive_model, ship_model
 from asyncpipe.ops.model.ties import place
@@ -108,22 +107,3 @@ def test_buffers_are_the_memory_of_large_tensors_and_of_those_received():
         piece.zero_()
     assert torch.equal(torch.frombuffer(received[2], dtype=torch.float32), torch.zeros(4096))
     assert received[1] == bytes(buffers[0])
-
-
-def test_a_view_is_sent_without_the_rest_of_its_memory():
-    whole = torch.randn(1000, 8, dtype=torch.complex64)
-    values = (whole[:2], whole[5].conj(), torch.zeros(()), torch.tensor([True]), whole[:0], {"step": lambda x: x + 1})
-    data = to_wire(values, "the batch")
-    assert len(data) < 4000
-    view, conjugate, number, flag, empty, rest = from_wire(data)
-    assert torch.equal(view, whole[:2])
-    assert torch.equal(conjugate, whole[5].conj())
-    assert (number.shape, flag.dtype, empty.shape) == (torch.Size(()), torch.bool, (0, 8))
-    assert rest["step"](2) == 3
-
-
-def test_what_waits_to_be_sent_can_be_collected_in_a_cycle():
-    held = [to_buffers({"a": torch.ones(10_000), "b": 1}, "the batch")]
-    held.append(held)  # As an error and the frames of its traceback.
-    del held
-    gc.collect()

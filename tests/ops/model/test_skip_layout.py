@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from asyncpipe.ops.model.skips import (
 
 ONE = torch.ones(())
 A: SkipKey = (None, "a")
-B: SkipKey = (None, "b")
 
 
 def kind(name: str, stashes: Iterable[str] = (), pops: Iterable[str] = (), power: int = 1) -> Any:
@@ -62,29 +59,6 @@ def u_shape() -> nn.Sequential:
 
 
 # Stores
-
-
-def test_threads_do_not_mix() -> None:
-    """Two threads both stash before either pops: inside one module and between two, with default and own stores."""
-    meet, outputs = threading.Barrier(2, timeout=10), {}
-
-    class Meeting(nn.Module):
-        def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
-            meet.wait()
-            yield stash("a", x)
-            meet.wait()
-            return x
-
-    model = nn.Sequential(skippable(stash=["a"])(Meeting)(), popping("a"))
-
-    def run(value: int) -> None:
-        outputs[value, "thread's"] = model(value * ONE).item()
-        with use_skips(SkipStore()):
-            outputs[value, "own"] = model(value * ONE).item()
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(run, (1, 10)))
-    assert outputs == {(1, "thread's"): 2, (1, "own"): 2, (10, "thread's"): 20, (10, "own"): 20}
 
 
 # Isolation
@@ -158,16 +132,6 @@ def test_every_mismatch_is_listed(model: Iterable[nn.Module], lines: list[str]) 
         verify_skippables(model)
     expected = ["stashes and pops do not match:", *(f"  layer {line}" for line in lines), FIX]
     assert str(raised.value).splitlines() == expected
-
-
-def test_what_matches_and_what_is_no_list_of_modules() -> None:
-    verify_skippables(nn.Sequential())
-    verify_skippables(u_shape())
-    verify_skippables(module for module in (nn.ReLU(), nn.Sequential(Down(), nn.ReLU()), nn.Sequential(Up())))
-    verify_skippables([nn.Sequential(Down(), Up())])
-    for bad in ("ab", nn.ModuleDict({"a": nn.ReLU()}), [3]):
-        with pytest.raises(TypeError, match=r"layer 0 must be an nn\.Module, got a (str|int)"):
-            verify_skippables(bad)  # type: ignore[arg-type]
 
 
 def test_the_layout_and_its_stores_are_the_whole_model(

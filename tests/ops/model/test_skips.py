@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import pickle
 import re
 import weakref
@@ -115,23 +114,6 @@ def test_gradients_equal_those_by_hand(gradients: Gradients) -> None:
         assert same(gradients(model, model), gradients(model, by_hand))
 
 
-def test_what_is_stashed_is_passed_on_as_it_is() -> None:
-    found = []
-
-    def take(self: nn.Module, x: Tensor) -> Skips:
-        found.extend([(yield pop("a")), (yield pop("none"))])
-        return x
-
-    def give(self: nn.Module, x: Tensor) -> Skips:
-        found.extend([(yield stash("a", x)), (yield stash("none", None))])
-        return x + 1
-
-    nn.Sequential(layer(give, stash=["a", "none"]), nn.ReLU(), layer(take, pop=["none", "a"]))(ONE)
-    assert found[:2] == [None, None]
-    assert found[2] is ONE
-    assert found[3] is None
-
-
 def test_nothing_is_kept_but_the_skips_of_a_failed_forward() -> None:
     def fail(self: nn.Module, x: Tensor) -> Skips:
         yield stash("a", x)
@@ -151,18 +133,6 @@ def test_nothing_is_kept_but_the_skips_of_a_failed_forward() -> None:
 # The class
 
 
-def test_the_class_stays_itself() -> None:
-    assert (Down.__name__, Down.__qualname__, Down.__module__) == ("Down", "Down", __name__)
-    assert (Down.forward.__name__, Down.forward.__doc__) == ("forward", "Stash the input.")
-    down = Down()
-    assert repr(down).startswith("Down(\n  (linear): Linear(")
-    assert all(isinstance(down, kind) for kind in (Down, nn.Module, Skippable))
-    assert not isinstance(down.linear, Skippable)
-    assert list(down.isolate(Namespace()).state_dict()) == ["linear.weight", "linear.bias"]
-    assert list(inspect.signature(down.forward).parameters) == ["x"]
-    assert type("Derived", (Down,), {}).forward is Down.forward
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies(copied: Callable[[nn.Sequential], nn.Sequential], gradients: Gradients) -> None:
     model = u_shape()
@@ -171,15 +141,6 @@ def test_copies(copied: Callable[[nn.Sequential], nn.Sequential], gradients: Gra
     assert same(gradients(twin, twin), gradients(model, model)), "layers that shared a namespace still do"
     verify_skippables([twin[0], twin[1], model[3], model[4]])
     assert isinstance(copied(Wider()), Wider)
-
-
-def test_hooks_see_values() -> None:
-    seen: list[Any] = []
-    down = Down().isolate(Namespace())
-    down.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    down.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape))
-    down(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    assert seen == [(2, 3), (2, 3)]
 
 
 def test_what_cannot_be_decorated() -> None:

@@ -56,14 +56,6 @@ def test_what_is_no_device(entry: Any) -> None:
     assert str(raised.value) == f"{entry!r} is no device; asyncpipe knows 'cpu:N' and 'cuda:N'"
 
 
-@pytest.mark.parametrize("entry", ["meta", "mps", "xpu:1", META])
-def test_other_kinds_of_devices(entry: Any) -> None:
-    with pytest.raises(
-        DeviceError, match=r"is a device of type '(meta|mps|xpu)'; asyncpipe knows 'cpu:N' and 'cuda:N'"
-    ):
-        resolve_devices([entry])
-
-
 @pytest.mark.parametrize(
     ("count", "there"), [(0, "no CUDA device"), (1, "cuda:0"), (2, "cuda:0, cuda:1")], ids=["none", "one", "two"]
 )
@@ -75,24 +67,7 @@ def test_a_cuda_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, count:
         assert str(raised.value) == f"{entry!r} is not there; this machine has {there}, and 'cpu:N' for any N"
 
 
-def test_cuda_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    devices = resolve_devices(["cuda:0", "cuda:0", "cuda", "cpu"])
-    assert [device.name for device in devices] == ["cuda:0", "cuda:0#1", "cuda", "cpu"]
-    assert [device.physical for device in devices] == [*[torch.device("cuda", 0)] * 2, torch.device("cuda", 1), CPU]
-    assert [device.is_accelerator for device in devices] == [True, True, True, False]
-
-
 # The model
-
-
-def test_a_sequential_is_itself_and_a_list_is_wrapped() -> None:
-    sequence = model()
-    assert as_sequential(sequence) is sequence
-    layers = [nn.Linear(2, 2), nn.ReLU()]
-    assert list(as_sequential(layers)) == layers
-    assert list(as_sequential(tuple(layers))) == layers
 
 
 @pytest.mark.parametrize("bad", [nn.Linear(2, 2), [nn.ReLU(), 3], "model", None, {"a": nn.ReLU()}])
@@ -114,11 +89,6 @@ def test_a_balance_is_followed_and_names_are_kept() -> None:
     assert [key for part in parts for key in part.state_dict()] == list(whole.state_dict())
     owned = [id(parameter) for part in parts for parameter in part.parameters()]
     assert owned == [id(parameter) for parameter in whole.parameters()]
-
-
-def test_auto_spreads_parameters() -> None:
-    whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 100))
-    assert [len(part) for part in split(whole, "auto", 2)] == [3, 1]
 
 
 BAD_BALANCES = {
@@ -174,14 +144,6 @@ def tied() -> nn.Sequential:
     return whole
 
 
-@pytest.mark.parametrize("placement", [[0, 0, 0], [0, 1, 0]])
-def test_a_parameter_shared_on_one_device_needs_no_replica(placement: list[int]) -> None:
-    whole = tied()
-    stages, ties = place(in_stages(whole, [1, 1, 1]), placement, resolve_devices(["cpu:0", "cpu:1"]))
-    assert ties.links == ()
-    assert layers_of(stages[2])[0].weight is whole[0].weight
-
-
 def test_a_parameter_tied_over_devices_has_one_owner_and_a_replica() -> None:
     """Also on one physical device, where two threads would otherwise add to the same gradient at once."""
     whole = tied()
@@ -197,20 +159,6 @@ def test_a_parameter_tied_over_devices_has_one_owner_and_a_replica() -> None:
     assert layers_of(stages[2])[0].bias is whole[2].bias
     assert list(whole.state_dict()) == keys
     assert len(list(whole.parameters())) == 5
-
-
-def test_shadows_follow_their_module() -> None:
-    layer = nn.LSTM(2, 2)
-    whole = nn.Sequential(layer, nn.ReLU(), layer)
-    stages, ties = place(in_stages(whole, [1, 1, 1]), [0, 1, 2], resolve_devices(["cpu:0"] * 3))
-    shadow = layers_of(stages[2])[0]
-    assert shadow._flat_weights[0] is shadow.weight_ih_l0 is not layer.weight_ih_l0
-    whole.eval()
-    layer.weight_ih_l0.requires_grad_(False)
-    ties.refresh()
-    assert not shadow.training
-    assert not shadow.weight_ih_l0.requires_grad
-    assert shadow.weight_hh_l0.requires_grad
 
 
 def test_a_shared_buffer_is_replicated() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import functional
 
 from asyncpipe import Pipeline
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.stage import CALLER, StagedModel
+from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.trace.trace import trace
 
 Run = Callable[[StagedModel, Arguments], Any]
@@ -137,18 +136,6 @@ def test_a_transformer(split: Any, transformer: Callable[[Any], StagedModel], ch
         assert output["logits"].shape == (samples, length, 11)
     assert output["length"] == 5
     assert output["loss"] is None
-
-
-def test_tied_parameters_stay_one_object(transformer: Callable[[Any], StagedModel]) -> None:
-    staged = transformer(NAMES)
-    model: Any = staged.module
-    names = [dict(stage.named_parameters()) for stage in staged.stages]
-    assert names[0]["tokens.weight"] is names[3]["tokens.weight"] is model.tokens.weight
-    assert set().union(*names) == set(dict(model.named_parameters()))
-    assert all(tensor is model.get_parameter(name) for stage in names for name, tensor in stage.items())
-    buffers = dict(staged.stages[0].named_buffers())
-    assert buffers["causal"] is model.causal
-    assert staged.stages[0].state_dict().keys() == {"tokens.weight", "positions.weight", "frequencies"}
 
 
 class Fan(nn.Module):
@@ -284,17 +271,3 @@ def test_grad_modes_and_autocast_inside(split: Any, check: Check, run_stages: Ru
     assert (
         run_stages(StagedModel(model, copies, staged.links, staged.takes), Arguments.of(torch.randn(4, 3))) is not None
     )
-
-
-def test_autocast_inside_is_for_the_stages_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = trace(Regions(), Arguments.of(torch.randn(2, 3)), 1)
-    stage = staged.stages[0].to("meta")
-    seen: list[str] = []
-
-    def autocast(device_type: str, **options: Any) -> Any:
-        seen.append(device_type)
-        return nullcontext()
-
-    monkeypatch.setattr(torch, "autocast", autocast)
-    stage({CALLER: staged.takes(Arguments.of(torch.randn(2, 3, device="meta")))[0]})
-    assert seen == ["meta"]

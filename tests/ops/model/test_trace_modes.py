@@ -80,17 +80,6 @@ def test_what_a_forward_leaves_behind_is_neither_kept_nor_computed() -> None:
     assert set(dict(staged.stages[0].named_parameters())) == {"a.weight", "a.bias"}
 
 
-def test_recurrent_layers_are_traced_and_work_afterwards(check: Check) -> None:
-    model = nn.Sequential(nn.LSTM(3, 3, batch_first=True), Unpacked(), nn.Linear(3, 2))
-    staged = trace(model, Arguments.of(torch.randn(2, 4, 3)), ["2"])
-    check(model, staged, Arguments.of(torch.randn(5, 4, 3)))
-
-
-class Unpacked(nn.Module):
-    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
-        return pair[0]
-
-
 # Buffers and what is changed in place
 
 
