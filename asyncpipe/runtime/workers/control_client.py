@@ -25,17 +25,12 @@ from asyncpipe.runtime.workers.main_module import MainModule
 from asyncpipe.runtime.workers.packed import Packed, pack, unpack
 from asyncpipe.runtime.workers.place import WorkerPlace
 from asyncpipe.runtime.workers.remote_errors import pack_error
-from asyncpipe.runtime.workers.tcp import prepare
+from asyncpipe.runtime.workers.tcp import connected_by_tcp
 
 __all__ = ["ControlClient"]
 
 CONNECT_SECONDS = 20.0
 """For the controller to answer. It waits for nothing that a worker does."""
-SILENT_SECONDS = 60.0
-"""Without anything from a controller that is reached by TCP, after which it is taken for gone: nobody tells a worker
-that the controller's host has lost its power or its network. Controllers send a ping twice a second."""
-SILENT_LOOKS = 6
-"""How often a worker looks within that time. Looks count, not the clock: this process may have been stopped."""
 
 
 class ControlClient:
@@ -47,25 +42,20 @@ class ControlClient:
 
     def __init__(
         self,
-        connected: socket.socket,
-        name: str,
-        entry: str,
+        invitation: Invitation,
         main: MainModule,
-        board: TaskBoard | None,
-        batches: BatchViews | None,
-        secret: bytes,
+        board: TaskBoard | None = None,
+        batches: BatchViews | None = None,
     ) -> None:
-        """Owns the socket, whose other end is authenticated: it knows the ``secret``."""
-        self.name = name
-        self.entry = entry
+        """Connects to the controller that sent ``invitation``. Raises ``OSError``, ``RefusedError`` among them."""
+        self.name = invitation.name
+        self.entry = invitation.entry
         self.board = board
         """Where the controller reads what runs here, if it can."""
         self.batches = batches
         """Where the controller puts mini-batches, if it can."""
-        self.edge_secret = secret_for(secret, "edges")
+        self.edge_secret = secret_for(invitation.secret, "edges")
         """What all workers of the controller know, and nobody else: they show it to each other."""
-        self.place = WorkerPlace.of_this_process(connected)
-        """Where this worker is."""
         self._answers_query: Callable[[Any], object] = lambda question: None
         self._main = main
         self._process = Process()
@@ -73,36 +63,14 @@ class ControlClient:
         self._arrived: Callable[[], object] = lambda: None
         """Wakes who serves; does nothing before that."""
         self._portal = Portal()
-        self._silent_looks = 0
-        self._channel = self._portal.call(self._open(connected))
+        self._channel, self.place = self._portal.call(self._connect(invitation))
+        """``place``: where this worker is."""
 
-    @classmethod
-    def connect(
-        cls,
-        invitation: Invitation,
-        main: MainModule,
-        board: TaskBoard | None = None,
-        batches: BatchViews | None = None,
-    ) -> ControlClient:
-        """Connect to the controller that sent ``invitation``. Raises ``OSError``, ``RefusedError`` among them."""
-        connected = _connected(invitation.address)
-        introduce(connected, invitation.secret, invitation.token)
-        return cls(connected, invitation.name, invitation.entry, main, board, batches, invitation.secret)
-
-    async def _open(self, connected: socket.socket) -> Channel:
-        loop = asyncio.get_running_loop()
-        channel = Channel(connected, loop, self)
-        if connected.family != socket.AF_UNIX:
-            loop.call_later(SILENT_SECONDS / SILENT_LOOKS, self._look, channel, channel.heard_at)
-        return channel
-
-    def _look(self, channel: Channel, heard_at: float) -> None:
-        """End the process if nothing was heard for long; otherwise look again later."""
-        self._silent_looks = self._silent_looks + 1 if channel.heard_at == heard_at else 0
-        if self._silent_looks >= SILENT_LOOKS:
-            self.closed()
-        loop = asyncio.get_running_loop()
-        loop.call_later(SILENT_SECONDS / SILENT_LOOKS, self._look, channel, channel.heard_at)
+    async def _connect(self, invitation: Invitation) -> tuple[Channel, WorkerPlace]:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            connected = await _connected(invitation.address)
+            await introduce(connected, invitation.secret, invitation.token)
+        return Channel(connected, asyncio.get_running_loop(), self), WorkerPlace.of_this_process(connected)
 
     def send(self, message: object, *, urgent: bool = False) -> None:
         """Send ``message``, or what ``pack`` made of it, to the controller. From any thread; never blocks.
@@ -256,12 +224,10 @@ class _Answers:
             self._arrived.set()
 
 
-def _connected(address: Address) -> socket.socket:
+async def _connected(address: Address) -> socket.socket:
     if isinstance(address, tuple):
-        connected = socket.create_connection(address, CONNECT_SECONDS)
-        prepare(connected)
-        return connected
+        return await connected_by_tcp(address)
     connected = socket.socket(socket.AF_UNIX)
-    connected.settimeout(CONNECT_SECONDS)
-    connected.connect(address)
+    connected.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connected, address)
     return connected

@@ -1,6 +1,7 @@
 """Who is let in: both sides show that they know the secret, before either reads anything else.
 
-Workers show each other in the same way who they are (``meeting.py``), with a secret that follows from the controller's.
+Workers show each other in the same way who they are (``meeting.py``), with a secret that follows from the controller's;
+so do the processes that torchrun has started (``torchrun.py``).
 
 ::
 
@@ -12,53 +13,59 @@ Workers show each other in the same way who they are (``meeting.py``), with a se
 All sizes are fixed, and nothing is unpickled. The names in the digests keep one side's answer from being played back to
 it. ``multiprocessing.connection`` has a handshake as well; it blocks, so it needs a thread for each one that connects,
 and it is HMAC-MD5 in Python 3.11. The token says which start the worker belongs to.
+
+All functions use non-blocking sockets on the running loop. The caller sets a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import os
 import socket
-from collections.abc import Generator
-from typing import Final, TypeVar
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
 
-__all__ = ["TOKEN_BYTES", "RefusedError", "Steps", "introduce", "introducing", "let_in", "letting_in", "secret_for"]
-
-_Result = TypeVar("_Result")
+__all__ = ["TOKEN_BYTES", "RefusedError", "introduce", "let_in", "receive_values", "secret_for", "send_values"]
 
 GREETING: Final = b"asyncpipe workers 1\n"
 CHALLENGE_BYTES: Final = 32
 TOKEN_BYTES: Final = 16
 _DIGEST_BYTES: Final = 32
+_LENGTH = struct.Struct("<I")
+_MOST_BYTES: Final = 1 << 20
+"""Of ``send_values``. An invitation has the controller's ``sys.path``."""
 
 
 class RefusedError(ConnectionError):
     """The other side does not know the secret, or is no asyncpipe."""
 
 
-Steps = Generator[tuple[bytes, int], bytes, _Result]
-"""One side of an exchange, without a socket: yields what to send and how many bytes to read then, and is sent these."""
+async def let_in(connected: socket.socket, secret: bytes) -> bytes:
+    """The controller's side: the token of the worker at the other end.
 
-
-def letting_in(secret: bytes) -> Steps[bytes]:
-    """The controller's side; returns the token. Raises ``RefusedError``."""
+    Raises ``RefusedError``, or another ``OSError`` where the connection breaks.
+    """
     challenge = os.urandom(CHALLENGE_BYTES)
-    answer = yield GREETING + challenge, TOKEN_BYTES + CHALLENGE_BYTES + _DIGEST_BYTES
+    await _send(connected, GREETING + challenge)
+    answer = await _receive(connected, TOKEN_BYTES + CHALLENGE_BYTES + _DIGEST_BYTES)
     token, others = answer[:TOKEN_BYTES], answer[TOKEN_BYTES:-_DIGEST_BYTES]
     if not hmac.compare_digest(answer[-_DIGEST_BYTES:], _digest(secret, b"worker", challenge, others, token)):
         raise RefusedError("it does not know the secret")
-    yield _digest(secret, b"controller", challenge, others, token), 0
+    await _send(connected, _digest(secret, b"controller", challenge, others, token))
     return token
 
 
-def introducing(secret: bytes, token: bytes) -> Steps[None]:
-    """The worker's side. Raises ``RefusedError``."""
-    greeting = yield b"", len(GREETING)
+async def introduce(connected: socket.socket, secret: bytes, token: bytes) -> None:
+    """The worker's side: show that this is the worker of ``token``, and check the controller. Raises as ``let_in``."""
+    greeting = await _receive(connected, len(GREETING))
     if greeting != GREETING:
         raise RefusedError(f"this is no controller of asyncpipe: it says {greeting!r}")
-    challenge, own = (yield b"", CHALLENGE_BYTES), os.urandom(CHALLENGE_BYTES)
-    answer = yield token + own + _digest(secret, b"worker", challenge, own, token), _DIGEST_BYTES
+    challenge, own = await _receive(connected, CHALLENGE_BYTES), os.urandom(CHALLENGE_BYTES)
+    await _send(connected, token + own + _digest(secret, b"worker", challenge, own, token))
+    answer = await _receive(connected, _DIGEST_BYTES)
     if not hmac.compare_digest(answer, _digest(secret, b"controller", challenge, own, token)):
         raise RefusedError("the controller does not know the secret")
 
@@ -68,52 +75,36 @@ def secret_for(secret: bytes, purpose: str) -> bytes:
     return _digest(secret, b"secret", purpose.encode())
 
 
-async def let_in(connected: socket.socket, secret: bytes) -> bytes:
-    """The token of the worker at the other end of a non-blocking socket. The caller sets a deadline.
-
-    Raises ``RefusedError``, or ``OSError`` where the connection breaks.
-    """
-    loop = asyncio.get_running_loop()
-    steps, read = letting_in(secret), b""
-    while True:
-        try:
-            data, count = steps.send(read) if read else next(steps)
-        except StopIteration as end:
-            token: bytes = end.value
-            return token
-        await loop.sock_sendall(connected, data)
-        answer = bytearray(count)
-        view = memoryview(answer)
-        while view:
-            if not (size := await loop.sock_recv_into(connected, view)):
-                raise RefusedError("it closed the connection")
-            view = view[size:]
-        read = bytes(answer)
+async def send_values(connected: socket.socket, values: Mapping[str, Any]) -> None:
+    """Send a table of JSON's types to who has shown that it knows the secret."""
+    data = json.dumps(values).encode()
+    await _send(connected, _LENGTH.pack(len(data)) + data)
 
 
-def introduce(connected: socket.socket, secret: bytes, token: bytes) -> None:
-    """Show a controller at the other end of a blocking socket that this is the worker of ``token``, and check it.
-
-    Raises ``RefusedError``, or ``OSError`` (``TimeoutError`` by the socket's own timeout).
-    """
-    steps, read = introducing(secret, token), b""
-    while True:
-        try:
-            data, count = steps.send(read) if read else next(steps)
-        except StopIteration:
-            return
-        connected.sendall(data)
-        read = _receive(connected, count)
+async def receive_values(connected: socket.socket) -> dict[str, Any]:
+    """What ``send_values`` has sent, and not a byte more. Raises ``ValueError`` if it is nothing of the kind."""
+    (length,) = _LENGTH.unpack(await _receive(connected, _LENGTH.size))
+    if length > _MOST_BYTES:
+        raise ValueError(f"a greeting of {length} bytes")
+    values = json.loads(await _receive(connected, length))
+    if not isinstance(values, dict):
+        raise ValueError("a greeting that is no table")
+    return values
 
 
 def _digest(secret: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"|".join([GREETING, *parts]), "sha256")
 
 
-def _receive(connected: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        if not (part := connected.recv(size - len(received))):
-            raise RefusedError("the controller closed the connection")
-        received += part
-    return received
+async def _send(connected: socket.socket, data: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(connected, data)
+
+
+async def _receive(connected: socket.socket, size: int) -> bytes:
+    received = bytearray(size)
+    view = memoryview(received)
+    while view:
+        if not (count := await asyncio.get_running_loop().sock_recv_into(connected, view)):
+            raise ConnectionResetError("the connection was closed")
+        view = view[count:]
+    return bytes(received)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -11,19 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from asyncpipe.runtime.process import Process
-from asyncpipe.runtime.workers.handshake import TOKEN_BYTES, let_in
+from asyncpipe.runtime.workers.entrance import Entrance
+from asyncpipe.runtime.workers.handshake import TOKEN_BYTES
 from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.launcher import Address
-from asyncpipe.runtime.workers.tcp import prepare
 
 __all__ = ["ControlListener"]
 
-_logger = logging.getLogger(__name__)
-
-HANDSHAKE_SECONDS = 10.0
-"""For one that connects to show that it knows the secret."""
-MOST_HANDSHAKES = 64
-"""How many may be doing so at a time. What connects beyond that is closed."""
 LONGEST_PATH = 100
 """Bytes. Linux takes 107 for a Unix socket, other systems fewer."""
 LOOPBACK = ("127.0.0.1", 0)
@@ -41,7 +33,7 @@ class ControlListener:
         self.address = address
         """May be set: what listens already goes on where it is."""
         self._expected: dict[bytes, Callable[[socket.socket], None]] = {}
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._entrance: Entrance | None = None
         self._process = Process()
         self._socket: socket.socket | None = None
         self._folder: HeldFolder | None = None
@@ -82,14 +74,12 @@ class ControlListener:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             listening = socket.create_server(address, family=family)
         listening.setblocking(False)
-        asyncio.get_running_loop().add_reader(listening, self._accept)
+        self._entrance = Entrance([listening], self._secret, self._welcome, "the workers' controller")
         return listening
 
     def _close(self) -> None:
-        for handshake in self._handshakes:
-            handshake.cancel()
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
+        if self._entrance is not None and self._socket is not None:
+            self._entrance.close()
             if self._folder is None and isinstance(path := self._socket.getsockname(), str):
                 os.unlink(path)
             self._socket.close()
@@ -101,36 +91,8 @@ class ControlListener:
             self._folder.remove()
         self._folder = None
 
-    def _accept(self) -> None:
-        assert self._socket is not None
-        try:
-            connected, _ = self._socket.accept()
-        except OSError:  # It has gone again, or there are too many open files: others may come.
-            return
-        if len(self._handshakes) >= MOST_HANDSHAKES:
-            connected.close()
-            return
-        connected.setblocking(False)
-        task = asyncio.get_running_loop().create_task(self._let_in(connected), name="asyncpipe handshake")
-        self._handshakes.add(task)
-
-        def over(task: asyncio.Task[None]) -> None:
-            self._handshakes.discard(task)
-            if task.cancelled():  # Perhaps before it has begun.
-                connected.close()
-
-        task.add_done_callback(over)
-
-    async def _let_in(self, connected: socket.socket) -> None:
-        try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
-                token = await let_in(connected, self._secret)
-        except OSError as error:
-            _logger.warning("a connection to the workers' controller is refused: %s", error or "it said nothing")
-            connected.close()
+    async def _welcome(self, connected: socket.socket, token: bytes) -> None:
+        if (expects := self._expected.pop(token, None)) is None:
+            connected.close()  # It comes too late.
         else:
-            prepare(connected)
-            if (expects := self._expected.pop(token, None)) is None:
-                connected.close()  # It comes too late.
-            else:
-                expects(connected)
+            expects(connected)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
-__all__ = ["GONE_SECONDS", "prepare"]
+__all__ = ["GONE_SECONDS", "connected_by_tcp", "prepare"]
 
 GONE_SECONDS = 10
 """Without any sign of the other host, after which a connection breaks: its cable is pulled, or its power is gone."""
@@ -31,3 +32,19 @@ def prepare(connected: socket.socket) -> None:
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:  # Not every system has all.
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+async def connected_by_tcp(address: tuple[str, int]) -> socket.socket:
+    """A non-blocking connection to a host and a port, which are numbers or names. Raises ``OSError``."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, there = found[0]
+    connected = socket.socket(family, kind, protocol)
+    try:
+        connected.setblocking(False)
+        prepare(connected)
+        await loop.sock_connect(connected, there)
+    except BaseException:
+        connected.close()
+        raise
+    return connected

@@ -3,8 +3,8 @@
 ::
 
     rank 0  Rendezvous ◀── rank's number, secret shown by both ── rank 1   serve_rank
-                    ─── an invitation, as a line ───────────▶          becomes the agent (``agent.py``)
-                    ◀── "done", when that has ended ─────────
+                    ─── an invitation ──────────────────────▶          becomes the agent (``agent.py``)
+                    ◀── that this has ended ─────────────────
                     ─── another one, or the end ────────────▶
 
 On one host the ranks find port and secret in a file that only their user can read. On several hosts the secret comes
@@ -25,16 +25,16 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncpipe.errors import LauncherError, OptionError
 from asyncpipe.runtime.portal import Portal
-from asyncpipe.runtime.workers.handshake import TOKEN_BYTES, introduce, let_in
+from asyncpipe.runtime.workers.entrance import Entrance
+from asyncpipe.runtime.workers.handshake import TOKEN_BYTES, introduce, receive_values, send_values
+from asyncpipe.runtime.workers.tcp import connected_by_tcp
 from asyncpipe.runtime.workers.worker_main import become_worker
 
 __all__ = ["Rendezvous", "Rank", "RankHere", "rendezvous", "serve_rank"]
@@ -44,7 +44,6 @@ PORT_VARIABLE = "ASYNCPIPE_CONTROL_PORT"
 SHORTEST_SECRET = 16
 RETRY_SECONDS = 0.1
 HANDSHAKE_SECONDS = 10.0
-DONE = b"done\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,8 @@ class Rendezvous:
             new.write_text(json.dumps(values))
             new.rename(self._file)
         self._portal = Portal()
-        self._accepting = asyncio.run_coroutine_threadsafe(self._accept(), self._portal.loop)
+        self._serving: set[asyncio.Task[None]] = set()
+        self._entrance = self._portal.call(self._open())
         atexit.register(self.close)
 
     def all_here(self, seconds: float) -> list[RankHere]:
@@ -188,54 +188,34 @@ class Rendezvous:
             self._file.unlink(missing_ok=True)
         for rank in list(self._here):
             self.hang_up(rank)
-        self._listening.close()
         self._portal.close()
         self._portal.join()
+        self._listening.close()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        tasks: set[asyncio.Task[None]] = set()
-        while True:
-            connected, _ = await loop.sock_accept(self._listening)
-            tasks.add(task := loop.create_task(self._serve(connected)))
-            task.add_done_callback(tasks.discard)
+    async def _open(self) -> Entrance:
+        return Entrance([self._listening], self._secret, self._welcome, "torchrun's rank 0")
 
-    async def _serve(self, connected: socket.socket) -> None:
-        connected.setblocking(False)
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
-                rank = int.from_bytes(await let_in(connected, self._secret), "big")
-                facts = await _line(loop, connected)
-            here = RankHere(rank, json.loads(facts)["host"], connected)
-        except (OSError, ValueError):
-            connected.close()
-            return
+    async def _welcome(self, connected: socket.socket, token: bytes) -> None:
+        rank = int.from_bytes(token, "big")
+        here = RankHere(rank, str((await receive_values(connected)).get("host")), connected)
         with self._changed:
             self._here[rank] = here
             self._changed.notify_all()
-        with suppress(OSError):
-            while await _line(loop, connected) == DONE:
+        self._serving.add(task := asyncio.create_task(self._serve(here)))
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, here: RankHere) -> None:
+        with suppress(OSError, ValueError), here.connected:
+            while await receive_values(here.connected):
                 if here.ended is not None and not here.ended.done():
                     here.ended.set_result(0)
         here.is_gone = True
-        connected.close()
         if here.ended is not None and not here.ended.done():
             here.ended.set_result(None)
 
     async def _send(self, here: RankHere, line: bytes) -> None:
         with suppress(OSError):
-            await asyncio.get_running_loop().sock_sendall(here.connected, line)
-
-
-async def _line(loop: asyncio.AbstractEventLoop, connected: socket.socket) -> bytes:
-    """The next line; empty at the end."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (part := await loop.sock_recv(connected, 4096)):
-            return b""
-        line += part
-    return line
+            await send_values(here.connected, json.loads(line))
 
 
 _rendezvous: Rendezvous | None = None
@@ -254,39 +234,36 @@ def rendezvous(own: Rank) -> Rendezvous:
 def serve_rank() -> None:
     """What a rank other than 0 does until rank 0 has ended: agents, one after the other. Blocks."""
     own = Rank.of_this_process()
-    connected = _connected(own)
-    os.environ.pop(SECRET_VARIABLE, None)
-    connected.sendall(json.dumps({"host": socket.gethostname()}).encode() + b"\n")
-    with connected, connected.makefile("rb") as lines:
-        for line in lines:
-            values: dict[str, Any] = json.loads(line)
-            theirs = [entry for entry in values["sys_path"] if os.path.exists(entry)]
-            sys.path[:] = [*theirs, *[entry for entry in sys.path if entry not in theirs]]
-            become_worker(values, None)
-            with suppress(OSError):  # The controller has ended meanwhile.
-                connected.sendall(DONE)
+    with asyncio.Runner() as runner, runner.run(_connected(own)) as connected:
+        os.environ.pop(SECRET_VARIABLE, None)
+        with suppress(OSError, ValueError):  # The controller has ended.
+            runner.run(send_values(connected, {"host": socket.gethostname()}))
+            while True:
+                values = runner.run(receive_values(connected))
+                theirs = [entry for entry in values["sys_path"] if os.path.exists(entry)]
+                sys.path[:] = [*theirs, *[entry for entry in sys.path if entry not in theirs]]
+                become_worker(values, None)
+                runner.run(send_values(connected, {"has_ended": True}))
 
 
-def _connected(own: Rank) -> socket.socket:
+async def _connected(own: Rank) -> socket.socket:
     """The connection to rank 0, which may come later. Waits as long as it takes: torchrun ends this if rank 0 fails."""
     secret = None if own.is_one_host else own.shared_secret()
     while True:
+        connected: socket.socket | None = None
         try:
-            if own.is_one_host:
-                values = json.loads(own.file.read_text())
-                address, secret = ("127.0.0.1", int(values["port"])), bytes.fromhex(values["secret"])
-            else:
-                address = own.master_address, own.control_port
-            connected = socket.create_connection(address, HANDSHAKE_SECONDS)
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                if own.is_one_host:
+                    values = json.loads(own.file.read_text())
+                    address, secret = ("127.0.0.1", int(values["port"])), bytes.fromhex(values["secret"])
+                else:
+                    address = own.master_address, own.control_port
+                connected = await connected_by_tcp(address)
+                assert secret is not None
+                await introduce(connected, secret, own.rank.to_bytes(TOKEN_BYTES, "big"))
+                return connected
         except (OSError, ValueError, KeyError):
-            time.sleep(RETRY_SECONDS)  # It is not there yet, or the file is of a start that was killed.
-            continue
-        assert secret is not None
-        try:
-            introduce(connected, secret, own.rank.to_bytes(TOKEN_BYTES, "big"))
-        except OSError:
-            connected.close()
-            time.sleep(RETRY_SECONDS)
-            continue
-        connected.settimeout(None)
-        return connected
+            # It is not there yet, or the file is of a start that was killed.
+            if connected is not None:
+                connected.close()
+            await asyncio.sleep(RETRY_SECONDS)

@@ -19,7 +19,7 @@ from thread_helpers import Threads, run_all
 
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import Edges, connect
-from asyncpipe.runtime.workers import meeting, tcp
+from asyncpipe.runtime.workers import entrance, tcp
 from asyncpipe.runtime.workers.launcher import Address
 from asyncpipe.runtime.workers.meeting import Door, meet
 
@@ -100,7 +100,7 @@ def test_what_does_not_know_the_secret_is_told_nothing() -> None:
 
 
 def test_strangers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(entrance, "MOST_STRANGERS", 3)
     door = Door(1, host=HERE)
     there = remote(door)
     receiver = Threads(lambda: begin(1, door, {}))
@@ -111,7 +111,7 @@ def test_strangers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stranger_that_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(entrance, "HANDSHAKE_SECONDS", 0.05)
     door = Door(1, host=HERE)
     there = remote(door)
     receiver = Threads(lambda: begin(1, door, {}))
