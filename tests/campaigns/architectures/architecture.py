@@ -42,11 +42,12 @@ ZOO: dict[str, Architecture] = {}
 """By name."""
 
 
-def entry(library: str, *, mixes: bool = False) -> Callable[[Build], Build]:
-    """Decorates a function that builds an architecture, which goes into the zoo under the function's name."""
+def entry(library: str, *, mixes: bool = False, name: str = "") -> Callable[[Build], Build]:
+    """Decorates a function that builds an architecture, which goes into the zoo under its name."""
 
     def register(build: Build) -> Build:
-        ZOO[build.__name__] = Architecture(build.__name__, library, build, mixes)
+        called = name or build.__name__
+        ZOO[called] = Architecture(called, library, build, mixes)
         return build
 
     return register
@@ -62,16 +63,7 @@ def floats(*shape: int) -> Tensor:
     return torch.randn(SAMPLES, *shape, dtype=torch.float64)
 
 
-_CHANCES = (
-    "p",
-    "drop_prob",
-    "dropout",
-    "attention_dropout",
-    "activation_dropout",
-    "dropout_p",
-    "layerdrop",
-    "dropout_prob",
-)
+_CHANCES = "p drop_prob dropout attention_dropout activation_dropout dropout_p layerdrop dropout_prob".split()
 
 
 def _draw_nothing(model: nn.Module) -> None:

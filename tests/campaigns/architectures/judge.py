@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +23,11 @@ from asyncpipe.ops.model.microbatch import cut, without_no_chunk
 from asyncpipe.ops.model.nested import flatten, leaves_of, places
 from asyncpipe.ops.model.transformers.counted_loss import loss_kind
 from asyncpipe.ops.model.transformers.families import find_trunks
+from tests.campaigns.apart import Apart
 from tests.campaigns.architectures.architecture import SAMPLES, Architecture
 from tests.campaigns.architectures.in_float64 import in_float64
 
-__all__ = ["CELLS", "EVALUATION", "Cell", "Header", "compared", "judge", "told"]
+__all__ = ["CELLS", "EVALUATION", "Cell", "Header", "compared", "findings", "judge", "judged", "told"]
 
 STAGES, MICROBATCHES = 3, 4
 TOLERANCE = 1e-10
@@ -107,6 +109,22 @@ def judge(architecture: Architecture, cells: list[tuple[str, str]] = CELLS) -> I
             except Exception as error:  # noqa: BLE001 - the finding
                 said, what = told(error)
                 yield Cell(*cell, what, said)
+
+
+def judged(
+    architecture: Architecture, seconds: float, cells: list[tuple[str, str]] = CELLS, work: Any = judge
+) -> list[Header | Cell]:
+    """As ``judge``, in a process of its own with a time limit. Cells that it did not come to are told of."""
+    importlib.import_module(architecture.library)  # once, before processes are forked
+    apart = Apart(partial(work, architecture, cells), seconds).finish()
+    done = {line[:2] for line in apart.results if isinstance(line, Cell)}
+    left = [Cell(*cell, apart.outcome, apart.told) for cell in cells if cell not in done]
+    return [*apart.results, *left[:1], *(cell._replace(text="as above") for cell in left[1:])]
+
+
+def findings(lines: Iterable[Header | Cell]) -> list[Cell]:
+    """The cells that are neither right nor refused."""
+    return [line for line in lines if isinstance(line, Cell) and line.outcome not in ("right", "refused")]
 
 
 def told(error: Exception) -> tuple[str, str]:

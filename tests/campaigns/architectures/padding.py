@@ -103,7 +103,7 @@ def _batch(case: PaddingCase) -> dict[str, Tensor]:
     kept = 1 if case.ignored_sample == 0 else 0
     ignored[kept, -1 if case.padded_left else 1] = False
     labels = ids.where(there & ~ignored, IGNORED)
-    if ZOO[case.family].build.__name__ == "roberta":
+    if case.family == "roberta":
         labels = torch.randint(3, (samples,), generator=draws).where(~ignored[:, 0], IGNORED)
         labels[kept] = 1
     return {"input_ids": ids.where(there, 0), "attention_mask": there.long(), "labels": labels}

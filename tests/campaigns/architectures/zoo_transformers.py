@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,141 +62,51 @@ def _images(config: str, model: str, options: dict[str, Any], side: int = 32) ->
 
 
 _DEBERTA = DECODER | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+_GPT2 = {"vocab_size": WORDS, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
+_OPT = {"vocab_size": WORDS, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+_OPT |= {"max_position_embeddings": 32, "word_embed_proj_dim": 32, "pad_token_id": 0}
+_DISTILBERT = {"vocab_size": WORDS, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+# The eager experts branch on values, and grouped products know no float64.
+_MIXTRAL = GROUPED | {"num_local_experts": 3, "experts_implementation": "batched_mm"}
+
+LANGUAGE_MODELS: dict[str, tuple[Any, ...]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    "mistral": ("MistralConfig", "MistralForCausalLM", GROUPED | {"sliding_window": 6}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", GROUPED | {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 6}),
+    "bert": ("BertConfig", "BertForMaskedLM", DECODER),
+    "roberta": ("RobertaConfig", "RobertaForSequenceClassification", DECODER | {"num_labels": 3}, "sentence"),
+    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", _DISTILBERT | {"max_position_embeddings": 32}),
+    "albert": ("AlbertConfig", "AlbertForMaskedLM", DECODER | {"embedding_size": 16}),
+    "deberta": ("DebertaV2Config", "DebertaV2ForMaskedLM", _DEBERTA),
+    # Its loss branches on how many labels there are, which a trace cannot follow.
+    "deberta_classes": ("DebertaV2Config", "DebertaV2ForSequenceClassification", _DEBERTA, "sentence"),
+    "electra": ("ElectraConfig", "ElectraForMaskedLM", DECODER | {"embedding_size": 16}),
+    "xlm_roberta": ("XLMRobertaConfig", "XLMRobertaForTokenClassification", DECODER | {"num_labels": WORDS}),
+    "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 4, "n_head": 4}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", DECODER),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", _GPT2 | {"rotary_dim": 4}),
+    "phi": ("PhiConfig", "PhiForCausalLM", DECODER),
+    "falcon": ("FalconConfig", "FalconForCausalLM", ENCODER),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _MIXTRAL),
+    "mamba": (
+        *("MambaConfig", "MambaForCausalLM"),
+        {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4},
+    ),
+}
+"""By name: the classes of config and model, the config, and what has labels."""
+for _name, _row in LANGUAGE_MODELS.items():
+    entry("transformers", name=_name)(partial(_language_model, *_row))
 
 
-@entry("transformers")
-def gpt2() -> Built:
-    options = {"vocab_size": WORDS, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
-    return _language_model("GPT2Config", "GPT2LMHeadModel", options)
-
-
-@entry("transformers")
-def llama() -> Built:
-    return _language_model("LlamaConfig", "LlamaForCausalLM", GROUPED)
-
-
-@entry("transformers")
-def mistral() -> Built:
-    return _language_model("MistralConfig", "MistralForCausalLM", GROUPED | {"sliding_window": 6})
-
-
-@entry("transformers")
-def qwen2() -> Built:
-    return _language_model("Qwen2Config", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True})
-
-
-@entry("transformers")
-def qwen3() -> Built:
-    return _language_model("Qwen3Config", "Qwen3ForCausalLM", GROUPED | {"head_dim": 8})
-
-
-@entry("transformers")
-def gemma() -> Built:
-    return _language_model("GemmaConfig", "GemmaForCausalLM", GROUPED | {"head_dim": 8})
-
-
-@entry("transformers")
-def gemma2() -> Built:
-    return _language_model("Gemma2Config", "Gemma2ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 6})
-
-
-@entry("transformers")
-def bert() -> Built:
-    return _language_model("BertConfig", "BertForMaskedLM", DECODER)
-
-
-@entry("transformers")
-def roberta() -> Built:
-    return _language_model("RobertaConfig", "RobertaForSequenceClassification", DECODER | {"num_labels": 3}, "sentence")
-
-
-@entry("transformers")
-def distilbert() -> Built:
-    options = {
-        "vocab_size": WORDS,
-        "dim": 32,
-        "hidden_dim": 48,
-        "n_layers": 2,
-        "n_heads": 4,
-        "max_position_embeddings": 32,
-    }
-    return _language_model("DistilBertConfig", "DistilBertForMaskedLM", options)
-
-
-@entry("transformers")
-def albert() -> Built:
-    return _language_model("AlbertConfig", "AlbertForMaskedLM", DECODER | {"embedding_size": 16})
-
-
-@entry("transformers")
-def deberta() -> Built:
-    return _language_model("DebertaV2Config", "DebertaV2ForMaskedLM", _DEBERTA)
-
-
-@entry("transformers")
-def deberta_classes() -> Built:
-    """Its loss branches on how many labels there are, which a trace cannot follow."""
-    options = _DEBERTA | {"num_labels": 3}
-    return _language_model("DebertaV2Config", "DebertaV2ForSequenceClassification", options, "sentence")
-
-
-@entry("transformers")
-def electra() -> Built:
-    return _language_model("ElectraConfig", "ElectraForMaskedLM", DECODER | {"embedding_size": 16})
-
-
-@entry("transformers")
-def xlm_roberta() -> Built:
-    return _language_model("XLMRobertaConfig", "XLMRobertaForTokenClassification", DECODER | {"num_labels": WORDS})
-
-
-@entry("transformers")
-def opt() -> Built:
-    options = {"vocab_size": WORDS, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    options |= {"max_position_embeddings": 32, "word_embed_proj_dim": 32, "pad_token_id": 0}
-    return _language_model("OPTConfig", "OPTForCausalLM", options)
-
-
-@entry("transformers")
-def bloom() -> Built:
-    return _language_model(
-        "BloomConfig", "BloomForCausalLM", {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 4, "n_head": 4}
-    )
-
-
-@entry("transformers")
-def gpt_neox() -> Built:
-    return _language_model("GPTNeoXConfig", "GPTNeoXForCausalLM", DECODER)
-
-
-@entry("transformers")
-def gptj() -> Built:
-    options = {"vocab_size": WORDS, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4}
-    return _language_model("GPTJConfig", "GPTJForCausalLM", options)
-
-
-@entry("transformers")
-def phi() -> Built:
-    return _language_model("PhiConfig", "PhiForCausalLM", DECODER)
-
-
-@entry("transformers")
-def falcon() -> Built:
-    options = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return _language_model("FalconConfig", "FalconForCausalLM", options | {"max_position_embeddings": 32})
-
-
-@entry("transformers")
-def mixtral() -> Built:
-    # The eager experts branch on values, and grouped products know no float64.
-    options = GROUPED | {"num_local_experts": 3, "experts_implementation": "batched_mm"}
-    return _language_model("MixtralConfig", "MixtralForCausalLM", options)
-
-
-@entry("transformers")
-def mamba() -> Built:
-    options = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4}
-    return _language_model("MambaConfig", "MambaForCausalLM", options)
+def _sides(layers: int) -> dict[str, int]:
+    """A config of an encoder and a decoder."""
+    sizes = {"layers": layers, "ffn_dim": 48, "attention_heads": 4}
+    return {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in sizes.items()}
 
 
 @entry("transformers")
@@ -219,12 +130,9 @@ def t5() -> Built:
 def bart() -> Built:
     import transformers
 
-    sides = {
-        f"{side}_{key}": value
-        for side in ("encoder", "decoder")
-        for key, value in (("layers", 3), ("ffn_dim", 48), ("attention_heads", 4))
-    }
-    config = transformers.BartConfig(vocab_size=WORDS, d_model=32, max_position_embeddings=32, use_cache=False, **sides)
+    config = transformers.BartConfig(
+        vocab_size=WORDS, d_model=32, max_position_embeddings=32, use_cache=False, **_sides(3)
+    )
     return transformers.BartForConditionalGeneration(config), _text()
 
 
@@ -232,11 +140,6 @@ def bart() -> Built:
 def whisper() -> Built:
     import transformers
 
-    sides = {
-        f"{side}_{key}": value
-        for side in ("encoder", "decoder")
-        for key, value in (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))
-    }
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     config = transformers.WhisperConfig(
         vocab_size=WORDS,
@@ -245,7 +148,7 @@ def whisper() -> Built:
         max_source_positions=12,
         max_target_positions=16,
         use_cache=False,
-        **sides,
+        **_sides(2),
         **ends,
     )
     return transformers.WhisperForConditionalGeneration(config), {
@@ -296,40 +199,17 @@ def clip_vision() -> Built:
     return transformers.CLIPVisionModelWithProjection(config), {"pixel_values": floats(3, 32, 32)}
 
 
-@entry("transformers")
-def vit() -> Built:
-    return _images("ViTConfig", "ViTForImageClassification", IMAGE)
-
-
-@entry("transformers")
-def deit() -> Built:
-    return _images("DeiTConfig", "DeiTForImageClassification", IMAGE)
-
-
-@entry("transformers")
-def dinov2() -> Built:
-    options = IMAGE | {"mlp_ratio": 2}
-    options.pop("intermediate_size")
-    return _images("Dinov2Config", "Dinov2ForImageClassification", options)
-
-
-@entry("transformers")
-def swin() -> Built:
-    options = {
-        "image_size": 32,
-        "patch_size": 2,
-        "embed_dim": 16,
-        "depths": [2, 2],
-        "num_heads": [2, 4],
-        "window_size": 4,
-    }
-    return _images("SwinConfig", "SwinForImageClassification", options)
-
-
-@entry("transformers")
-def convnext() -> Built:
-    options = {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 24, 32]}
-    return _images("ConvNextConfig", "ConvNextForImageClassification", options, side=64)
+_DINO = {key: value for key, value in IMAGE.items() if key != "intermediate_size"} | {"mlp_ratio": 2}
+_SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_CONVNEXT = {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 24, 32]}
+for _name, _row in {
+    "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
+    "deit": ("DeiTConfig", "DeiTForImageClassification", IMAGE),
+    "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", _DINO),
+    "swin": ("SwinConfig", "SwinForImageClassification", _SWIN),
+    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", _CONVNEXT, 64),
+}.items():
+    entry("transformers", name=_name)(partial(_images, *_row))
 
 
 @entry("transformers")

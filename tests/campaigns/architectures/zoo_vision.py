@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,15 +12,10 @@ from tests.campaigns.architectures.architecture import entry, floats
 Built = tuple[nn.Module, dict[str, Any]]
 
 
-def _torchvision(name: str, side: int = 32, **options: Any) -> Built:
+def _torchvision(name: str, **options: Any) -> Built:
     from torchvision import models
 
-    return models.get_model(name, weights=None, **options), {"x": floats(3, side, side)}
-
-
-@entry("torchvision")
-def resnet18() -> Built:
-    return _torchvision("resnet18", num_classes=5)
+    return models.get_model(name, weights=None, **options), {"x": floats(3, 32, 32)}
 
 
 @entry("torchvision")
@@ -70,49 +66,17 @@ def densenet() -> Built:
     return DenseNet(8, (2, 2, 2), 16, num_classes=5), {"x": floats(3, 64, 64)}
 
 
-@entry("torchvision")
-def mobilenet_v2() -> Built:
-    return _torchvision("mobilenet_v2", num_classes=5, width_mult=0.35)
-
-
-@entry("torchvision")
-def mobilenet_v3() -> Built:
-    return _torchvision("mobilenet_v3_small", num_classes=5)
-
-
-@entry("torchvision")
-def shufflenet() -> Built:
-    return _torchvision("shufflenet_v2_x0_5", num_classes=5)
-
-
-@entry("torchvision")
-def lraspp() -> Built:
-    return _torchvision_segmentation("lraspp_mobilenet_v3_large", "input")
-
-
-def _torchvision_segmentation(name: str, key: str, **options: Any) -> Built:
+def _segmentation(name: str) -> Built:
     from torchvision import models
 
-    return models.get_model(name, weights=None, weights_backbone=None, num_classes=3, **options), {
-        key: floats(3, 64, 64)
-    }
+    made = models.get_model(name, weights=None, weights_backbone=None, num_classes=3)
+    return made, {"input": floats(3, 64, 64)}
 
 
-def _timm(name: str, side: int = 32, **options: Any) -> Built:
+def _timm(name: str, **options: Any) -> Built:
     import timm
 
-    made = timm.create_model(name, pretrained=False, num_classes=5, **options)
-    return made, {"x": floats(3, side, side)}
-
-
-@entry("timm")
-def timm_vit() -> Built:
-    return _timm("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=4)
-
-
-@entry("timm")
-def timm_beit() -> Built:
-    return _timm("beit_base_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=4)
+    return timm.create_model(name, pretrained=False, num_classes=5, **options), {"x": floats(3, 32, 32)}
 
 
 @entry("timm")
@@ -123,30 +87,24 @@ def timm_mixer() -> Built:
 
 
 @entry("timm")
-def timm_swin_v2() -> Built:
-    return _timm(
-        "swinv2_tiny_window8_256",
-        img_size=32,
-        patch_size=2,
-        embed_dim=16,
-        depths=(2, 2),
-        num_heads=(2, 4),
-        window_size=4,
-    )
-
-
-@entry("timm")
 def timm_convmixer() -> Built:
     from timm.models.convmixer import ConvMixer
 
     return ConvMixer(24, 4, num_classes=5), {"x": floats(3, 32, 32)}
 
 
-@entry("timm")
-def timm_resnet() -> Built:
-    return _timm("resnet10t")
-
-
-@entry("timm")
-def timm_eva02() -> Built:
-    return _timm("eva02_tiny_patch14_224", img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4)
+_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 4}
+_SWIN = {"img_size": 32, "patch_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
+for _name, _build in {
+    "resnet18": partial(_torchvision, "resnet18", num_classes=5),
+    "mobilenet_v2": partial(_torchvision, "mobilenet_v2", num_classes=5, width_mult=0.35),
+    "mobilenet_v3": partial(_torchvision, "mobilenet_v3_small", num_classes=5),
+    "shufflenet": partial(_torchvision, "shufflenet_v2_x0_5", num_classes=5),
+    "lraspp": partial(_segmentation, "lraspp_mobilenet_v3_large"),
+    "timm_vit": partial(_timm, "vit_tiny_patch16_224", depth=4, **_VIT),
+    "timm_beit": partial(_timm, "beit_base_patch16_224", depth=4, **_VIT),
+    "timm_swin_v2": partial(_timm, "swinv2_tiny_window8_256", **_SWIN),
+    "timm_resnet": partial(_timm, "resnet10t"),
+    "timm_eva02": partial(_timm, "eva02_tiny_patch14_224", depth=3, **_VIT),
+}.items():
+    entry("timm" if _name.startswith("timm") else "torchvision", name=_name)(_build)

@@ -7,8 +7,6 @@
     reference.py the unsplit model, run micro-batch by micro-batch
     runs.py      the same model as a pipeline, by one of the faces
     judge.py     compares both: right, refused, void (the unsplit model itself fails) or a finding
-    workers.py   processes that judge cases, each with a deadline
-    minimise.py  makes a finding's case smaller while it stays a finding
     campaign.py  all of it, and the report
 
 ``python -m tests.campaigns.differential --cases 2000 --seed 1 --minutes 30`` runs it, ``test_differential.py`` its

@@ -10,11 +10,10 @@ from pprint import pformat
 
 import torch
 
-from tests.campaigns.differential.campaign import command, report, run_campaign
-from tests.campaigns.differential.cases import Case, draw
+from tests.campaigns.apart import Apart
+from tests.campaigns.differential.campaign import judging, report, run_campaign, verdict_of
+from tests.campaigns.differential.cases import draw
 from tests.campaigns.differential.judge import judge
-from tests.campaigns.differential.minimise import minimise
-from tests.campaigns.differential.workers import judged
 
 
 def main() -> int:
@@ -28,8 +27,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long at most (default: 30)")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="how many (default: 2)")
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds for each case (default: 60)")
-    parser.add_argument("--case", metavar="SEED", help="judge one case: its seed, or its JSON")
-    parser.add_argument("--minimise", action="store_true", help="with --case: make it smaller while it fails alike")
+    parser.add_argument("--case", type=int, metavar="SEED", help="judge one case")
     parser.add_argument("--here", action="store_true", help="with --case: in this process, for a debugger")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -38,11 +36,8 @@ def main() -> int:
         campaign = run_campaign(args.seed, args.cases, **options, tell=lambda text: print(text, file=sys.stderr))
         print(report(campaign))
         return int(bool(campaign.findings))
-    case = draw(int(args.case)) if args.case.isdigit() else Case.from_json(args.case)
-    verdict = judge(case) if args.here else next(judged([case], 1, args.deadline))[1]
-    if args.minimise and verdict.is_finding:
-        case, verdict = minimise(case, verdict, deadline=args.deadline, seconds=600)
-        print(command(case, drawn=False))
+    case = draw(args.case)
+    verdict = judge(case) if args.here else verdict_of(Apart(judging(case), args.deadline).finish())
     print(pformat(asdict(case), sort_dicts=False, width=120))
     print(verdict.outcome, verdict.text, sep=": ")
     return int(verdict.is_finding)

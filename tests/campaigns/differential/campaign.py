@@ -1,38 +1,24 @@
-"""Runs the campaign: draws cases, has them judged, minimises what it finds, and reports."""
+"""Runs the campaign: draws cases, has each judged in a process of its own, and reports."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from tests.campaigns.apart import Apart, in_turns
 from tests.campaigns.differential.cases import Case, draw
-from tests.campaigns.differential.judge import Verdict, general
-from tests.campaigns.differential.minimise import minimise
-from tests.campaigns.differential.pieces import LEFT_OUT
-from tests.campaigns.differential.workers import judged
-
-SECONDS_TO_MINIMISE = 20.0
+from tests.campaigns.differential.judge import Verdict, general, judge
 
 
 @dataclass
 class Finding:
-    """A case that is neither right nor refused, and the smallest one that was found like it."""
+    """A case that is neither right nor refused."""
 
     case: Case
     verdict: Verdict
-    smallest: Case | None = None
-
-    @property
-    def alike(self) -> str:
-        """The same for findings that probably have one cause."""
-        if self.smallest is None:
-            return self.verdict.signature
-        names = ", ".join(sorted({str([item.name, *item.hooks]) for item in self.smallest.all_items()}))
-        return f"{self.verdict.outcome}: {names} {list(self.smallest.options)}"
 
 
 @dataclass
@@ -57,10 +43,23 @@ class Campaign:
             self.findings.append(Finding(case, verdict))
 
 
-def command(case: Case, *, drawn: bool) -> str:
+def command(case: Case) -> str:
     """What reproduces a case."""
-    given = str(case.seed) if drawn else shlex.quote(case.to_json())
-    return f"python -m tests.campaigns.differential --case {given}"
+    return f"python -m tests.campaigns.differential --case {case.seed}"
+
+
+def verdict_of(apart: Apart) -> Verdict:
+    """The verdict on the case that a process has judged."""
+    return Verdict(apart.outcome, apart.told) if apart.outcome else apart.results[0]
+
+
+def judging(case: Case) -> Callable[[], Iterator[Verdict]]:
+    """The work of such a process."""
+
+    def work() -> Iterator[Verdict]:
+        yield judge(case)
+
+    return work
 
 
 def run_campaign(
@@ -76,20 +75,14 @@ def run_campaign(
                 return
             yield draw(seed * 1_000_000 + number)
 
-    for number, (case, verdict) in enumerate(judged(drawn(), processes, deadline), 1):
+    for number, (case, apart) in enumerate(in_turns(drawn(), judging, processes, deadline), 1):
+        verdict = verdict_of(apart)
         campaign.add(case, verdict)
         if verdict.is_finding:
-            tell(f"{verdict.outcome}: {verdict.text.splitlines()[0][:200]}\n  {command(case, drawn=True)}")
+            tell(f"{verdict.outcome}: {verdict.text.splitlines()[0][:200]}\n  {command(case)}")
         if number % 100 == 0:
             tell(f"{number} cases, {dict(campaign.outcomes)}, {time.monotonic() - began:.0f} s")
     campaign.seconds = time.monotonic() - began
-    for found in sorted(campaign.findings, key=lambda each: each.verdict.signature):
-        if time.monotonic() - began > 60 * minutes:
-            break
-        found.smallest, found.verdict = minimise(
-            found.case, found.verdict, deadline=deadline, seconds=SECONDS_TO_MINIMISE
-        )
-        tell(f"minimised {found.case.seed}: {found.alike}")
     return campaign
 
 
@@ -98,20 +91,12 @@ def report(campaign: Campaign) -> str:
     total = sum(campaign.outcomes.values())
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in campaign.outcomes.most_common())
     lines = [f"seed {campaign.seed}: {total} cases in {campaign.seconds:.0f} s on {os.cpu_count()} cores: {outcomes}"]
-    lines += [f"without layers of {library}, which {why}" for library, why in LEFT_OUT.items()]
     alike: dict[str, list[Finding]] = defaultdict(list)
     for finding in campaign.findings:
-        alike[finding.alike].append(finding)
+        alike[finding.verdict.signature].append(finding)
     for name, findings in sorted(alike.items(), key=lambda item: -len(item[1])):
-        lines += [
-            "",
-            f"## {len(findings)} × {name}",
-            *(f"    {command(each.case, drawn=True)}" for each in findings[:3]),
-        ]
-        first = findings[0]
-        if first.smallest is not None:
-            lines.append(f"    smallest: {command(first.smallest, drawn=False)}")
-        lines += [f"    | {line}" for line in first.verdict.text.splitlines()[:60]]
+        lines += ["", f"## {len(findings)} × {name}", *(f"    {command(each.case)}" for each in findings[:3])]
+        lines += [f"    | {line}" for line in findings[0].verdict.text.splitlines()[:60]]
     if campaign.refusals:
         lines += ["", "## Refused", "", "| cases | message | for instance |", "|---:|---|---|"]
         for _, refused in sorted(campaign.refusals.items(), key=lambda item: -len(item[1])):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -86,24 +85,9 @@ class Case:
         """The hooks of all items."""
         return {hook for item in self.all_items() for hook in item.hooks}
 
-    def to_json(self) -> str:
-        """As one line."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Case:
-        """From ``to_json``."""
-
-        def item(given: dict[str, Any]) -> Item:
-            return Item(given["name"], tuple(map(item, given["inner"])), tuple(given["hooks"]))
-
-        given = json.loads(text)
-        lists = {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
-        return cls(**{**given, **lists, "items": tuple(map(item, given["items"]))})
-
 
 class Unbuildable(Exception):
-    """A case that is none: fewer layers than stages, for instance, after the minimiser took layers out."""
+    """A case that is none: fewer layers than stages."""
 
 
 # Models

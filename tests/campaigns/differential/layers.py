@@ -57,19 +57,6 @@ class Last(nn.Module):
         return self.inner(x.movedim(1, -1)).movedim(-1, 1)
 
 
-class First(nn.Module):
-    """What a layer that returns several things returned first."""
-
-    def __init__(self, inner: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.inner = inner
-        self.options = options
-
-    def forward(self, x: Tensor) -> Tensor:
-        returned = self.inner(x, **self.options)
-        return returned[0] if isinstance(returned, tuple) else returned
-
-
 class SelfAttention(nn.Module):
     """``nn.MultiheadAttention`` of a sequence with itself."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -266,101 +265,11 @@ IMAGE = {
 }
 
 
-def _torchvision() -> dict[str, dict[str, Any]]:
-    from torchvision import ops
-    from torchvision.models import convnext, mobilenetv2, resnet, vision_transformer
-
-    return {
-        "image": {
-            "torchvision BasicBlock": (lambda: resnet.BasicBlock(CHANNELS, CHANNELS), "batch"),
-            "torchvision Bottleneck": (lambda: resnet.Bottleneck(CHANNELS, 1), "batch"),
-            "torchvision InvertedResidual": (lambda: mobilenetv2.InvertedResidual(CHANNELS, CHANNELS, 1, 2), "batch"),
-            "torchvision SqueezeExcitation": lambda: ops.SqueezeExcitation(CHANNELS, 2),
-            "torchvision FrozenBatchNorm2d": lambda: ops.FrozenBatchNorm2d(CHANNELS),
-            "torchvision Conv2dNormActivation": (lambda: ops.Conv2dNormActivation(CHANNELS, CHANNELS), "batch"),
-            "torchvision StochasticDepth": (lambda: ops.StochasticDepth(0.5, "row"), "draws"),
-            "torchvision DropBlock2d": (lambda: ops.DropBlock2d(0.3, 3), "draws"),
-            "torchvision CNBlock": (lambda: convnext.CNBlock(CHANNELS, 1e-2, 0.5), "draws"),
-        },
-        "sequence": {
-            "torchvision EncoderBlock": lambda: vision_transformer.EncoderBlock(2, WIDTH, 8, 0.0, 0.0),
-            "torchvision MLP": lambda: ops.MLP(WIDTH, [8, WIDTH], inplace=True),
-            "torchvision MLP with dropout": (lambda: ops.MLP(WIDTH, [8, WIDTH], dropout=0.4), "draws"),
-        },
-    }
-
-
-def _transformers() -> dict[str, dict[str, Any]]:
-    import transformers
-    from transformers.models.bert.modeling_bert import BertLayer
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-    from transformers.models.vit.modeling_vit import ViTLayer
-
-    def bert(dropout: float) -> nn.Module:
-        config = transformers.BertConfig(
-            hidden_size=WIDTH,
-            num_attention_heads=2,
-            intermediate_size=8,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            attn_implementation="sdpa",
-        )
-        return own.First(BertLayer(config))
-
-    def gpt2(dropout: float, attention: str = "eager") -> nn.Module:
-        config = transformers.GPT2Config(
-            n_embd=WIDTH,
-            n_head=2,
-            n_inner=8,
-            resid_pdrop=dropout,
-            attn_pdrop=dropout,
-            attn_implementation=attention,
-        )
-        return own.First(GPT2Block(config, layer_idx=0))
-
-    def vit() -> nn.Module:
-        config = transformers.ViTConfig(
-            hidden_size=WIDTH, num_attention_heads=2, intermediate_size=8, attn_implementation="sdpa"
-        )
-        return own.First(ViTLayer(config))
-
-    llama = transformers.LlamaConfig(hidden_size=WIDTH, intermediate_size=8, num_attention_heads=2)
-    return {
-        "sequence": {
-            "transformers BertLayer": lambda: bert(0.0),
-            "transformers BertLayer with dropout": (lambda: bert(0.3), "draws"),
-            "transformers GPT2Block": lambda: gpt2(0.0),
-            "transformers GPT2Block with dropout": (lambda: gpt2(0.3, "sdpa"), "draws"),
-            "transformers ViTLayer": vit,
-            "transformers LlamaMLP": lambda: LlamaMLP(llama),
-            "transformers LlamaRMSNorm": (lambda: LlamaRMSNorm(WIDTH), "float"),
-        }
-    }
-
-
-def _all() -> tuple[dict[str, dict[str, Piece]], dict[str, str]]:
-    tables = {
-        "vector": {**ACTIVATIONS, **ON_ROWS, **VECTOR},
-        "sequence": {**ACTIVATIONS, **ON_ROWS, **SEQUENCE},
-        "image": {**ACTIVATIONS, **IMAGE},
-    }
-    left_out = {}
-    for library, load in (("torchvision", _torchvision), ("transformers", _transformers)):
-        if find_spec(library) is None:
-            left_out[library] = "is not installed"
-            continue
-        try:
-            more = load()
-        except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
-            left_out[library] = f"cannot be imported: {type(error).__name__}: {error}"
-            continue
-        for kind, table in more.items():
-            tables[kind].update(table)
-    return {kind: _pieces(table) for kind, table in tables.items()}, left_out
-
-
-PIECES, LEFT_OUT = _all()
-"""The pieces of every kind, and for each library that is not there, why."""
+PIECES = {
+    "vector": _pieces({**ACTIVATIONS, **ON_ROWS, **VECTOR}),
+    "sequence": _pieces({**ACTIVATIONS, **ON_ROWS, **SEQUENCE}),
+    "image": _pieces({**ACTIVATIONS, **IMAGE}),
+}
+"""By kind; layers of libraries are in the campaign of architectures."""
 
 TO_VECTOR = {"sequence": TIME * WIDTH, "image": CHANNELS * SIDE * SIDE}
