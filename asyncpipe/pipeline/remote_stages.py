@@ -48,9 +48,9 @@ from asyncpipe.pipeline.workers import Workers, check_transport
 from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver
 from asyncpipe.runtime.parts_execution import PartsExecution, PlacedPipeline
 from asyncpipe.runtime.step_driver import Tenant
-from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.packed import pack
+from asyncpipe.shared_memory import Place
 
 __all__ = ["PreparedWork", "RemoteStages"]
 

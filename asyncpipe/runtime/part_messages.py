@@ -12,8 +12,8 @@ from asyncpipe.core.records.parts_record import TaskEvent
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.worker_notes import WorkerUse
 from asyncpipe.errors import EdgeError
-from asyncpipe.runtime.workers.batch_memory import Place
 from asyncpipe.runtime.workers.remote_errors import portable_error, with_remote_text
+from asyncpipe.shared_memory import Place
 
 __all__ = ["EdgeBroken", "EndStep", "PartEnded", "StartPart", "StopPart", "on_clock", "portable", "received"]
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import threading
 from typing import Final, NamedTuple
 
-__all__ = ["ShownTask", "TaskBoard", "TaskSlot", "new_board_file", "new_memory"]
+from asyncpipe.shared_memory import new_memory
+
+__all__ = ["ShownTask", "TaskBoard", "TaskSlot", "new_board_file"]
 
 _SLOTS: Final = 256
 """For the threads of one worker's devices, and those that wait for what an accelerator has queued."""
@@ -109,14 +110,4 @@ def new_board_file() -> int:
     """The descriptor of memory for a board with free slots; the caller closes it. No child inherits it by itself."""
     descriptor = new_memory("asyncpipe-board")
     os.ftruncate(descriptor, _BYTES)
-    return descriptor
-
-
-def new_memory(name: str) -> int:
-    """The descriptor of memory of no size yet, without a name in the file system; as ``new_board_file``."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
     return descriptor

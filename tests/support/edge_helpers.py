@@ -66,6 +66,11 @@ class Inbox:
     def empty(self) -> bool:
         return self._arrived.empty() and self._broken.empty()
 
+    def drop(self) -> None:
+        """Let go of what nobody has taken."""
+        while not self._arrived.empty():
+            self._arrived.get()
+
 
 class Joined:
     """Two workers of this process, with an edge in each direction."""
@@ -162,6 +167,7 @@ def peer(**options: Any) -> Iterator[PeerProcess]:
                 yield PeerProcess(process, edges, inbox)
             finally:
                 edges.close()
+                inbox.drop()
         finally:
             process.kill()
             process.join()

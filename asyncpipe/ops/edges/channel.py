@@ -8,8 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +20,6 @@ HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 ABORT_SECONDS = 1.0
 JOIN_SECONDS = 5.0
 _BUFFER_SIZE = 1 << 17
-_DESCRIPTORS = socket.CMSG_SPACE(16 * 4)
 _NOTHING = memoryview(b"")
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -59,7 +57,7 @@ def join_or(abort: Callable[[], None], thread: threading.Thread) -> None:
 
 
 class EdgeChannel:
-    """Bytes and file descriptors to and from one peer.
+    """Bytes to and from one peer.
 
     ``write`` takes all it is given and sends what the system takes; the rest follows while a thread is in ``wait``. It
     is safe from any thread, and so are ``ring`` and ``stop``. Everything else is for one thread at a time. Errors are
@@ -75,10 +73,8 @@ class EdgeChannel:
         """Whether the peer is on another machine."""
         self._view = memoryview(bytearray(_BUFFER_SIZE))
         self._start = self._end = 0
-        self._descriptors: deque[int] = deque()
         self._writing = threading.Lock()
         self._rest = _NOTHING
-        self._rest_descriptors: list[int] = []
         self._bell, self._button = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._button, False)
@@ -93,17 +89,19 @@ class EdgeChannel:
 
     # Writing
 
-    def write(self, buffers: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
-        """Send ``buffers``; whether nothing waits to be sent. The ``descriptors`` are the channel's from now on."""
+    def write(self, buffers: Sequence[Any]) -> bool:
+        """Send ``buffers``; whether nothing waits to be sent."""
         with self._writing:
             if not self._open:
-                _close_all(descriptors)
                 raise BrokenPipeError("the edge is closed")
             if self._rest:
                 self._rest = memoryview(b"".join((self._rest, *buffers)))
-                self._rest_descriptors += descriptors
                 return False
-            return self._send(buffers, list(descriptors))
+            return self._send(buffers)
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Send a file descriptor to a peer on this machine, before anything else is sent."""
+        socket.send_fds(self._socket, [b"!"], [descriptor])
 
     @property
     def is_held_up(self) -> bool:
@@ -116,21 +114,13 @@ class EdgeChannel:
             if not self._rest:
                 return True
             rest, self._rest = self._rest, _NOTHING
-            descriptors, self._rest_descriptors = self._rest_descriptors, []
-            return self._send([rest], descriptors)
+            return self._send([rest])
 
-    def _send(self, buffers: Sequence[Any], descriptors: list[int]) -> bool:
+    def _send(self, buffers: Sequence[Any]) -> bool:
         try:
-            sent = socket.send_fds(self._socket, buffers, descriptors) if descriptors else self._socket.sendmsg(buffers)
+            sent = self._socket.sendmsg(buffers)
         except BlockingIOError:
             sent = 0
-        except OSError:
-            _close_all(descriptors)
-            raise
-        if sent:
-            # The system has copies of them, which come with the first byte.
-            _close_all(descriptors)
-            descriptors = []
         if sent == sum(map(len, buffers)):
             return True
         if len(buffers) == 1 and isinstance(buffers[0], memoryview):
@@ -138,7 +128,6 @@ class EdgeChannel:
         else:
             # A copy: the tensors that it is part of may go before it is sent.
             self._rest = memoryview(b"".join(buffers))[sent:]
-        self._rest_descriptors = descriptors
         self.ring()
         return False
 
@@ -158,12 +147,9 @@ class EdgeChannel:
             self._view[:kept] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, kept
         try:
-            count, ancillary, _, _ = self._socket.recvmsg_into([self._view[self._end :]], _DESCRIPTORS, _FLAGS)
+            count = self._socket.recv_into(self._view[self._end :])
         except BlockingIOError:
             return False
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._descriptors.extend(memoryview(data).cast("i"))
         if not count:
             raise EOFError("the other end has closed the connection")
         self._end += count
@@ -198,11 +184,14 @@ class EdgeChannel:
             return large
         while self.buffered < count:
             if not self.fill():
-                seconds = None if deadline is None else deadline - time.monotonic()
-                if seconds is not None and seconds <= 0:
-                    raise TimeoutError
-                self.wait(select.POLLIN, seconds)
+                self._await_more(deadline)
         return self.take(count)
+
+    def _await_more(self, deadline: float | None) -> None:
+        seconds = None if deadline is None else deadline - time.monotonic()
+        if seconds is not None and seconds <= 0:
+            raise TimeoutError
+        self.wait(select.POLLIN, seconds)
 
     def read_into(self, target: memoryview) -> None:
         """Fill ``target``, without a copy of what is not here yet."""
@@ -218,9 +207,19 @@ class EdgeChannel:
                 raise EOFError("the other end has closed the connection")
             done += count
 
-    def take_descriptor(self) -> int:
-        """The next file descriptor that the peer has sent; the caller's to close."""
-        return self._descriptors.popleft()
+    def receive_descriptor(self, deadline: float | None = None) -> int:
+        """What ``send_descriptor`` has sent; the caller's to close. As ``read``, before anything else is read."""
+        while True:
+            try:
+                byte, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1, _FLAGS)
+            except BlockingIOError:
+                self._await_more(deadline)
+                continue
+            if not byte:
+                raise EOFError("the other end has closed the connection")
+            if not descriptors:
+                raise ValueError("a descriptor was to come, and there is none")
+            return descriptors[0]
 
     # Waiting
 
@@ -284,14 +283,9 @@ class EdgeChannel:
             self._open = False
             self._poll.unregister(self._socket)
             self._socket.close()
-            _close_all((self._bell, self._button, *self._descriptors, *self._rest_descriptors))
-            self._descriptors.clear()
-            self._rest, self._rest_descriptors = _NOTHING, []
-
-
-def _close_all(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+            os.close(self._bell)
+            os.close(self._button)
+            self._rest = _NOTHING
 
 
 def memory_at(address: int, count: int) -> memoryview:

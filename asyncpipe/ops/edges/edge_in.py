@@ -14,7 +14,7 @@ from asyncpipe.core.hangs.reports import ReceiverReport
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.channel import ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeHeader, MessageLayout, ReceivedMessage
-from asyncpipe.ops.edges.payload import PayloadIn, SlotNews, read_inline
+from asyncpipe.ops.edges.payload import PayloadIn, read_inline
 from asyncpipe.ops.edges.window import Window
 from asyncpipe.ops.edges.wire import HEADER_SIZE, INLINE, STREAMED, EdgeFrameKind, Frame, encode_credit
 
@@ -231,9 +231,6 @@ class EdgeIn:
             self._arrive(frame)
         elif frame.kind == EdgeFrameKind.LAYOUT:
             self._layouts[frame.layout] = MessageLayout.decode(bytes(self._channel.read(frame.size)))
-        elif frame.kind == EdgeFrameKind.SLOT:
-            descriptor = self._channel.take_descriptor() if frame.size else None
-            self._payload.hear(SlotNews(frame.slot, frame.size, descriptor))
         elif frame.kind == EdgeFrameKind.BYE:
             raise ClosedByPeerError
         else:

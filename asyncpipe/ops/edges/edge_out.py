@@ -188,7 +188,6 @@ class EdgeOut:
             # its tensors are there, so no receiver waits inside a device for one that is still to be computed.
             message.ready.synchronize()
         number, buffers = self._number(queued.key, layout)
-        descriptors: list[int] = []
         owners: list[Tensor] = []
         slot = INLINE
         memory: list[memoryview] = []
@@ -197,15 +196,11 @@ class EdgeOut:
         else:
             self._hear()  # Memory that is free again comes first.
             slot = self._payload.place(layout, message.tensors)
-            for news in self._payload.news():
-                buffers.append(Frame(EdgeFrameKind.SLOT, slot=news.slot, size=news.size).encode())
-                if news.descriptor is not None:
-                    descriptors.append(news.descriptor)
         buffers.append(Frame(EdgeFrameKind.MESSAGE, number, slot, *message.header, layout.size).encode())
         self._queue.popleft()
         self._messages += 1
         self._bytes += layout.size
-        self._channel.write([*buffers, *memory], descriptors)
+        self._channel.write([*buffers, *memory])
         del owners  # The channel has copied what it could not send.
         if slot == STREAMED:
             self._payload.follow(layout, message.tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from asyncpipe.ops.edges.wire import STREAMED
 __all__ = [
     "PayloadIn",
     "PayloadOut",
-    "SlotNews",
     "StreamedPayload",
     "Transport",
     "empty",
@@ -34,14 +33,6 @@ __all__ = [
 ]
 
 
-class SlotNews(NamedTuple):
-    """A slot that the receiver must know of: ``size`` bytes of memory behind ``descriptor``, or 0: it is gone."""
-
-    slot: int
-    size: int
-    descriptor: int | None
-
-
 class PayloadOut(Protocol):
     """The sending side of a transport, for one edge. All but ``settle`` and ``abort``: by one thread at a time."""
 
@@ -52,10 +43,6 @@ class PayloadOut(Protocol):
 
     def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
         """Put the tensors into a slot, before the header is sent; ``STREAMED`` where they follow it."""
-        ...
-
-    def news(self) -> list[SlotNews]:
-        """What the receiver must know before it sees the slot; once."""
         ...
 
     def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
@@ -83,10 +70,6 @@ class PayloadOut(Protocol):
 
 class PayloadIn(Protocol):
     """The receiving side of a transport, for one edge, for its thread; ``freed`` and ``abort`` for any."""
-
-    def hear(self, news: SlotNews) -> None:
-        """Take over a slot, with its descriptor."""
-        ...
 
     takes_at_once: bool
     """Whether ``take`` never blocks."""
@@ -131,14 +114,8 @@ class StreamedPayload:
     def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
         return STREAMED
 
-    def news(self) -> list[SlotNews]:
-        return []
-
     def returned(self, slots: Iterable[int]) -> None:
         pass
-
-    def hear(self, news: SlotNews) -> None:
-        raise ValueError(f"this transport has no slots, and was told of slot {news.slot}")
 
     def freed(self) -> list[int]:
         return []

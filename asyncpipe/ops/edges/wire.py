@@ -27,8 +27,6 @@ CREDIT_SIZE = _CREDIT.size
 class EdgeFrameKind(IntEnum):
     LAYOUT = 1
     """``layout`` stands for the layout that follows."""
-    SLOT = 2
-    """The transport's memory ``slot`` has ``size`` bytes; its descriptor comes along. 0 bytes: it is gone."""
     MESSAGE = 3
     CREDIT = 4
     BYE = 5

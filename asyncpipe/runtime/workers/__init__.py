@@ -31,7 +31,6 @@ In the order of a start:
 ``lifeline.py``    no worker outlives its controller
 ``worker_main.py``  what a worker does from its first line until its entry runs
 ``channel.py``     messages over the connection; ``packed.py`` makes bytes of them
-``batch_memory.py``  memory that the controller shares with a worker, for mini-batches
 ``main_module.py``  classes of the controller's script
 ``supervisor.py``  one worker from its start to its end: who decides that it is lost
 ``connection.py``  a worker as its controller sees it; ``control_client.py`` the controller as a worker sees it

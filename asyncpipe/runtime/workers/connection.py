@@ -10,11 +10,11 @@ from typing import Any
 from asyncpipe.errors import WorkerLostError
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.task_board import ShownTask
-from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.channel import Role
 from asyncpipe.runtime.workers.packed import pack
 from asyncpipe.runtime.workers.place import WorkerPlace
 from asyncpipe.runtime.workers.supervisor import Supervisor
+from asyncpipe.shared_memory import SharedPool
 
 __all__ = ["WorkerConnection"]
 
@@ -74,7 +74,7 @@ class WorkerConnection:
         return () if board is None else board.running()
 
     @property
-    def batches(self) -> BatchMemory | None:
+    def batches(self) -> SharedPool | None:
         """Memory for its mini-batches; ``None`` if it is on another host."""
         return self.supervisor.batches
 

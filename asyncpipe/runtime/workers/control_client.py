@@ -16,7 +16,6 @@ from typing import Any
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.task_board import TaskBoard
-from asyncpipe.runtime.workers.batch_memory import BatchViews
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.handshake import introduce, secret_for
 from asyncpipe.runtime.workers.launcher import Address, Invitation
@@ -26,6 +25,7 @@ from asyncpipe.runtime.workers.packed import Packed, pack, unpack
 from asyncpipe.runtime.workers.place import WorkerPlace
 from asyncpipe.runtime.workers.remote_errors import pack_error
 from asyncpipe.runtime.workers.tcp import connected_by_tcp
+from asyncpipe.shared_memory import SharedViews
 
 __all__ = ["ControlClient"]
 
@@ -45,7 +45,7 @@ class ControlClient:
         invitation: Invitation,
         main: MainModule,
         board: TaskBoard | None = None,
-        batches: BatchViews | None = None,
+        batches: SharedViews | None = None,
     ) -> None:
         """Connects to the controller that sent ``invitation``. Raises ``OSError``, ``RefusedError`` among them."""
         self.name = invitation.name

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.runtime.task_board import TaskBoard
-from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.handed_down import HandedDown
+from asyncpipe.shared_memory import SharedPool
 
 __all__ = ["Address", "Invitation", "Launcher", "PlannedWorker", "WatchedProcess", "WorkerExit", "WorkerProcess"]
 
@@ -137,7 +137,7 @@ class WatchedProcess(WorkerProcess, Protocol):
 
     board: TaskBoard | None
     """What runs in it, also when it has ended; ``None`` if it is on another host. Read on any thread."""
-    batches: BatchMemory | None
+    batches: SharedPool | None
     """Memory for its mini-batches; ``None`` if it is on another host."""
     has_own_accelerators: bool
     """Whether it sees only the accelerators among its devices, numbered from 0 in their order."""

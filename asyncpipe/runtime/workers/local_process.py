@@ -9,9 +9,9 @@ import signal
 import sys
 
 from asyncpipe.runtime.task_board import TaskBoard
-from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.child_process import ChildProcess, Pipes
 from asyncpipe.runtime.workers.worker_main import STACKS_SIGNAL
+from asyncpipe.shared_memory import SharedPool
 
 __all__ = ["LocalProcess"]
 
@@ -25,10 +25,10 @@ class LocalProcess:
 
     has_own_accelerators = False
 
-    def __init__(self, process: ChildProcess, pipes: Pipes, board: TaskBoard, batches: BatchMemory) -> None:
+    def __init__(self, process: ChildProcess, pipes: Pipes, board: TaskBoard, batches: SharedPool) -> None:
         self.pid = process.pid
         self.board: TaskBoard | None = board
-        self.batches: BatchMemory | None = batches
+        self.batches: SharedPool | None = batches
         self._process = process
         self._pipes = pipes
         self._loop = loop = asyncio.get_running_loop()

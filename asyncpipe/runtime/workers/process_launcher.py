@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from asyncpipe.errors import OptionError
-from asyncpipe.runtime.task_board import TaskBoard, new_board_file, new_memory
-from asyncpipe.runtime.workers.batch_memory import BatchMemory
+from asyncpipe.runtime.task_board import TaskBoard, new_board_file
 from asyncpipe.runtime.workers.child_process import ChildProcess, Pipes, SpawnedProcess, spawn
 from asyncpipe.runtime.workers.fork_server import ForkServer, ForkServerError
 from asyncpipe.runtime.workers.handed_down import HandedDown
 from asyncpipe.runtime.workers.launcher import Invitation, PlannedWorker
 from asyncpipe.runtime.workers.local_process import LocalProcess
+from asyncpipe.shared_memory import SharedPool, new_memory
 
 __all__ = ["ProcessLauncher"]
 
@@ -61,7 +61,7 @@ class ProcessLauncher:
                 process = await self._process(invitation, handed_down, pipes, memory, batches)
             finally:
                 pipes.close_theirs()
-            local = LocalProcess(process, pipes, TaskBoard(memory), BatchMemory(batches))
+            local = LocalProcess(process, pipes, TaskBoard(memory), SharedPool(batches))
         except BaseException:
             pipes.close()
             raise

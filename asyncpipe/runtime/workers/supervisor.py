@@ -29,7 +29,6 @@ from typing import Any, Protocol
 
 from asyncpipe.errors import MessageError, OptionError, WorkerLostError, WorkerStartError
 from asyncpipe.runtime.task_board import TaskBoard
-from asyncpipe.runtime.workers.batch_memory import BatchMemory
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.clock import ClockOffset
 from asyncpipe.runtime.workers.launcher import (
@@ -47,6 +46,7 @@ from asyncpipe.runtime.workers.packed import EMPTY, Packed, unpack
 from asyncpipe.runtime.workers.place import WorkerPlace, this_machine
 from asyncpipe.runtime.workers.remote_errors import with_remote_text
 from asyncpipe.runtime.workers.remote_logs import handle_remote_record
+from asyncpipe.shared_memory import SharedPool
 
 __all__ = ["Supervised", "Supervisor", "WorkerLimits"]
 
@@ -156,7 +156,7 @@ class Supervisor:
         return None if self._watched is None else self._watched.board
 
     @property
-    def batches(self) -> BatchMemory | None:
+    def batches(self) -> SharedPool | None:
         """Memory for the worker's mini-batches."""
         return None if self._watched is None else self._watched.batches
 

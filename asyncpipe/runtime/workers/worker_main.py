@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from asyncpipe.errors import OptionError
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.runtime.task_board import TaskBoard
-from asyncpipe.runtime.workers.batch_memory import BatchViews
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.handed_down import HandedDown
 from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.lifeline import hold_on_to
 from asyncpipe.runtime.workers.remote_logs import RemoteLogHandler
+from asyncpipe.shared_memory import SharedViews
 
 __all__ = ["STACKS_SIGNAL", "become_worker"]
 
@@ -46,7 +46,7 @@ def become_worker(values: dict[str, Any], lifeline: int | None) -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # A worker that is killed has nothing in its buffer.
-    board, batches = _open(TaskBoard, values.get("board")), _open(BatchViews, values.get("batches"))
+    board, batches = _open(TaskBoard, values.get("board")), _open(SharedViews, values.get("batches"))
     if not values.get("is_same_host"):
         board = batches = None  # The memory of whoever has started this process in the controller's place.
     control = ControlClient(Invitation.from_json(values["invitation"]), handed_down.main, board, batches)

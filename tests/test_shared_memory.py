@@ -1,26 +1,25 @@
-"""Memory that a controller shares with a worker: what is put there comes out, and is used again when nobody has it."""
+"""Memory that two processes share: what is put there comes out, and is used again when nobody has it."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from pickle import PickleBuffer
 
 import pytest
 
-from asyncpipe.runtime.task_board import new_memory
-from asyncpipe.runtime.workers import batch_memory
-from asyncpipe.runtime.workers.batch_memory import BatchMemory, BatchViews, Place
+from asyncpipe.shared_memory import Place, SharedPool, SharedViews, new_memory
 
 SIZE = 20_000
-Ends = tuple[BatchMemory, BatchViews]
+Ends = tuple[SharedPool, SharedViews]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     descriptor = new_memory("test")
-    memory, views = BatchMemory(descriptor), BatchViews(descriptor)
+    memory, views = SharedPool(descriptor), SharedViews(descriptor)
     os.close(descriptor)
     yield memory, views
     memory.close()
@@ -62,7 +61,44 @@ def test_without_memory_buffers_stay_as_they_are(ends: Ends, monkeypatch: pytest
         raise OSError(errno.ENOSPC, "no space")
 
     memory, _ = ends
-    monkeypatch.setattr(batch_memory.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
     if is_closed:
         memory.close()
     assert memory.put(sent := [filled(1)]) == sent
+    with pytest.raises(OSError, match="is closed" if is_closed else "no space"):
+        memory.take(SIZE)
+
+
+def test_a_place_that_is_not_there_is_refused(ends: Ends) -> None:
+    with pytest.raises(ValueError, match="beyond the 0 bytes") as refused:
+        ends[1].view(Place(0, SIZE))
+    del refused
+
+
+def test_a_place_that_is_freed_twice_is_not_the_one_that_has_its_memory_since(ends: Ends) -> None:
+    memory, _ = ends
+    first, _ = memory.take(SIZE)
+    memory.free([first, first])
+    again, _ = memory.take(SIZE)
+    memory.free([first])
+    other, _ = memory.take(SIZE)
+    assert again.start == first.start != other.start
+
+
+def test_memory_is_unmapped_when_nobody_uses_it() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:unmapped")
+
+    descriptor = new_memory("unmapped")
+    memory, views = SharedPool(descriptor), SharedViews(descriptor)
+    os.close(descriptor)
+    place, written = memory.take(SIZE)
+    view = views.view(place)
+    assert mapped() == 2
+    memory.close()
+    views.close()
+    views.close()
+    del written
+    assert mapped() == 1
+    del view
+    assert mapped() == 0
