@@ -1,38 +1,29 @@
 """The cost of the scheduler itself: empty tasks through the whole runtime; lowering and simulating large schedules.
 
-Empty tasks show what the runtime costs at least. What it costs where tasks compute is in ``real_tasks.py``, by a number
-that cannot hide anything; it is shown for both.
-
-The cost of metrics is measured in turns with and without them (``scraper.py``), so that all of a collector's work
-counts.
+Empty tasks show what the runtime costs at least. ``real_tasks.py`` measures what it costs where tasks compute.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import run_on_loop, seconds_of, table
 from asyncpipe.bench.real_tasks import RealTasksSize, cores, real_tasks
-from asyncpipe.bench.scraper import TurnSize, turns_with_metrics
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.executor import TaskFunction
-from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
-__all__ = ["OverheadSize", "metrics_cost", "run", "show"]
+__all__ = ["OverheadSize", "run", "show"]
 
 MICROBATCHES = 32
 MAIN_DEVICES = 4
@@ -40,11 +31,9 @@ SCHEDULE = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
-class OverheadSize(TurnSize):
+class OverheadSize:
     """The graphs, and how long they are measured."""
 
-    seconds: float = 2.0
-    rounds: int = 9
     warm_up: int = 5
     devices: tuple[int, ...] = (2, MAIN_DEVICES, 8, 16)
     steps: int = 20
@@ -55,7 +44,7 @@ class OverheadSize(TurnSize):
 
 
 def run(progress: Progress, *, size: OverheadSize | None = None) -> Figures:
-    """µs per task by number of devices (median step), what metrics add, and seconds to lower and simulate graphs."""
+    """µs per task by number of devices (median step), and seconds to lower and simulate graphs."""
     size = size or OverheadSize()
     tasks = []
     for devices in size.devices:
@@ -66,10 +55,7 @@ def run(progress: Progress, *, size: OverheadSize | None = None) -> Figures:
     for microbatches in size.graph_microbatches:
         progress(f"lowering and simulating {size.graph_stages} stages × {microbatches} micro-batches")
         graphs.append(_large_graph(size.graph_stages, microbatches))
-    metrics = run_on_loop(metrics_cost(progress, size))
     return {
-        "metrics_us_per_task": metrics["us_per_task"],
-        "metrics": metrics,
         "us_per_task": next(row["us_per_task"] for row in tasks if row["devices"] == MAIN_DEVICES),
         "graph_seconds": graphs[-1]["seconds"],
         "microbatches": MICROBATCHES,
@@ -83,8 +69,7 @@ def run(progress: Progress, *, size: OverheadSize | None = None) -> Figures:
 
 
 def show(figures: Figures) -> str:
-    """Both tables, and the cost of metrics between them."""
-    metrics = figures["metrics"]
+    """A table of each."""
     lines = [
         f"empty tasks, {figures['schedule']}, {figures['microbatches']} micro-batches, "
         f"median of {figures['steps']} steps",
@@ -99,11 +84,6 @@ def show(figures: Figures) -> str:
         ),
         "",
         *_show_real(figures["real"]),
-        "",
-        f"metrics, scraped {metrics['scrapes']} times: {metrics['us_per_task']:.2f} µs per task "
-        f"({metrics['tasks']} tasks on {MAIN_DEVICES} devices: {metrics['plain_us_per_task']:.2f} without, "
-        f"{metrics['scraped_us_per_task']:.2f} with; median difference of {metrics['rounds']} slices each; "
-        f"{metrics['cpu_us_per_task']:.2f} in seconds of CPU)",
         "",
         f"{figures['graph_stages']} stages",
         "micro-batches    tasks  lowered in  µs per task  simulated in  µs per task",
@@ -157,27 +137,6 @@ async def _empty_steps(devices: int, size: OverheadSize) -> Figures:
     }
 
 
-async def metrics_cost(progress: Progress, size: OverheadSize) -> Figures:
-    """µs per empty task without metrics, with metrics that are scraped, and the median difference."""
-    graph = _graph(MAIN_DEVICES)
-    collector = PipelineCollector("overhead")
-    plain, observed = _EmptySteps(graph), _EmptySteps(graph, [collector])
-    what = "empty tasks with and without metrics,"
-    pairs, scrapes = await turns_with_metrics(collector, plain.step, observed.step, size, progress, what)
-    plain.close()
-    observed.close()
-    scale = 1e6 / len(graph.tasks)
-    return {
-        "us_per_task": scale * median(on.wall - off.wall for on, off in pairs),
-        "cpu_us_per_task": scale * median(on.cpu - off.cpu for on, off in pairs),
-        "plain_us_per_task": scale * median(off.wall for _, off in pairs),
-        "scraped_us_per_task": scale * median(on.wall for on, _ in pairs),
-        "scrapes": scrapes,
-        "tasks": len(graph.tasks),
-        "rounds": size.rounds,
-    }
-
-
 def _graph(devices: int) -> TaskGraph:
     names = [f"cpu:{k}" for k in range(devices)]
     shape = Shape(devices, MICROBATCHES, devices)
@@ -187,9 +146,9 @@ def _graph(devices: int) -> TaskGraph:
 class _EmptySteps:
     """Steps of a graph whose tasks do nothing."""
 
-    def __init__(self, graph: TaskGraph, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
-        self._tenant = Tenant(observers=Observers(observers))
+        self._tenant = Tenant()
         self._driver = Driver({name: ThreadExecutor(name) for name in graph.devices})
         self._driver.open()
 

@@ -1,8 +1,7 @@
 """A compute-bound model as a pipeline on 2 CPU devices, against its bound and against one device.
 
 Both arms run the same micro-batches of the same model: the pipeline on two devices with one intra-op thread each, and a
-plain loop without any library on one thread. With ``steps``, what overlapping steps gain is measured as well
-(``many_steps.py``).
+plain loop without any library on one thread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import lone_thread, medians, mlp, rounds, run_on_loop
-from asyncpipe.bench.many_steps import chosen_cases, many_steps, show_many_steps
 from asyncpipe.pipeline.pipeline import Pipeline
 
 __all__ = ["run", "show"]
@@ -27,21 +25,11 @@ MICROBATCHES = 16
 SAMPLES = 128 * MICROBATCHES
 ROUNDS = 9
 WARM_UP = 2
-TURNS = 3
 
 
-def run(progress: Progress, *, steps: int | None = None, repeats: int = TURNS, cases: str | None = None) -> Figures:
-    """Medians over alternating rounds: step over bound, and one device over two.
-
-    With ``steps``, so many are run in a row, ``repeats`` times by ``step`` and by ``steps``, in each of ``cases``.
-    Raises ``OptionError`` for an unknown case, and outside a checkout for one that is an example.
-    """
-    many = None if steps is None else chosen_cases(cases)
-    figures = run_on_loop(_run(progress))
-    if steps is None or many is None:
-        return figures
-    found = run_on_loop(many_steps(progress, steps, repeats, list(many.values())))
-    return {**figures, "many": {"steps": steps, "repeats": repeats, "cases": dict(zip(many, found, strict=True))}}
+def run(progress: Progress) -> Figures:
+    """Medians over alternating rounds: step over bound, and one device over two."""
+    return run_on_loop(_run(progress))
 
 
 def show(figures: Figures) -> str:
@@ -55,7 +43,6 @@ def show(figures: Figures) -> str:
             f"step / bound                    {figures['step_over_bound']:8.3f}  (busiest device or critical path)",
             f"step / busiest device           {figures['step_over_busiest']:8.3f}  (bubble alone: {dispatch_free:.3f})",
             f"speed-up over one device        {figures['speedup']:8.2f}",
-            *(["", *show_many_steps(figures["many"])] if "many" in figures else []),
         ]
     )
 

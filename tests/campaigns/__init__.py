@@ -10,6 +10,6 @@ environment variable sets; those stay beside the code that they test. What is he
     packaging/     the wheel, in an empty environment beside another torch
     architectures/ real models as pipelines, against the same models unsplit
 
-A campaign has a short form in the suite (``soak/test_soak.py``). Campaigns import the package and ``asyncpipe.bench``;
+A campaign has a short form in the suite (``soak/test_soak.py``). Campaigns import the package and ``benchmarks``;
 nothing in the package imports them. Commands run in the repository's root: ``python -m tests.campaigns.soak``.
 """

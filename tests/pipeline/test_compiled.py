@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe import Pipeline, pop, skippable, stash
-from asyncpipe.bench.compiled import CompiledSize, run, show
 from asyncpipe.core.records.compilations import CompiledStage
 from asyncpipe.ops.autograd import split_backward
 from asyncpipe.ops.device.compile_gate import CompileGate
 from asyncpipe.ops.model.stage_compiler import StageCompiler
+from benchmarks.compiled import CompiledSize, run, show
 
 pytestmark = [
     # Of the compiler itself, which looks at the copies of what a stage may overwrite.

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import lone_thread, medians, rounds
-from asyncpipe.bench.unet.model import loss_fn, make_batch, make_model, parameter_count
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
+from benchmarks.unet.model import loss_fn, make_batch, make_model, parameter_count
 
 __all__ = ["SIZES", "UNetSpeedSize", "run", "show"]
 

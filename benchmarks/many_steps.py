@@ -19,16 +19,16 @@ import torch
 from torch import Generator, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.examples import example_job, load_example
-from asyncpipe.bench.harness import alternating, medians, rounds, table
+from asyncpipe.bench.harness import alternating, medians, rounds, run_on_loop, table
 from asyncpipe.bench.peers.cases import CASES, loss_fn
 from asyncpipe.core.checks import check_choice
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.predict.report import reports
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.pipeline.pipeline import Pipeline
+from benchmarks.examples import example_job, load_example
 
-__all__ = ["MANY_STEPS", "ManySteps", "chosen_cases", "devices_idle", "many_steps", "show_many_steps"]
+__all__ = ["MANY_STEPS", "ManySteps", "devices_idle", "run", "show"]
 
 WAYS = ("step", "steps")
 
@@ -89,11 +89,18 @@ def _charlm() -> ManySteps:
 MANY_STEPS: dict[str, Callable[[], ManySteps]] = {"fine": _fine, "charlm": _charlm}
 
 
-async def many_steps(progress: Progress, steps: int, repeats: int, cases: Sequence[ManySteps]) -> list[Figures]:
+def run(progress: Progress, *, steps: int = 50, repeats: int = 3, cases: str | None = None) -> Figures:
     """For each case, the medians over ``repeats`` turns of ``steps`` steps; a shorter turn of each way warms up.
 
-    ``least_seconds`` is the step's time in the fastest turn.
+    ``least_seconds`` is the step's time in the fastest turn. Raises ``OptionError`` for an unknown case, and outside a
+    checkout for one that is an example.
     """
+    chosen = _chosen_cases(cases)
+    found = run_on_loop(_measured(progress, steps, repeats, list(chosen.values())))
+    return {"steps": steps, "repeats": repeats, "cases": dict(zip(chosen, found, strict=True))}
+
+
+async def _measured(progress: Progress, steps: int, repeats: int, cases: Sequence[ManySteps]) -> list[Figures]:
     found = []
     for case in cases:
         names = [f"cpu:{index}" for index in range(case.devices)]
@@ -151,7 +158,7 @@ def devices_idle(records: Sequence[StepRecord]) -> tuple[dict[str, float], dict[
     return {device: 1 - seconds / whole for device, seconds in busy.items()}, borders
 
 
-def show_many_steps(figures: Figures) -> list[str]:
+def show(figures: Figures) -> str:
     """A row for each case and way."""
     head = ["", "a step", "fastest turn", "idle: first", "last device", "border: first", "last device"]
     rows = [
@@ -165,10 +172,11 @@ def show_many_steps(figures: Figures) -> list[str]:
         for way in WAYS
     ]
     about = [f"{name}: {row['about']}" for name, row in figures["cases"].items()]
-    return [f"{figures['steps']} steps in a row, medians of {figures['repeats']} turns", *table([head, *rows]), *about]
+    title = f"{figures['steps']} steps in a row, medians of {figures['repeats']} turns"
+    return "\n".join([title, *table([head, *rows]), *about])
 
 
-def chosen_cases(names: str | None) -> dict[str, ManySteps]:
+def _chosen_cases(names: str | None) -> dict[str, ManySteps]:
     """The cases with these ``names``, separated by commas; by default all."""
     wanted = list(MANY_STEPS) if names is None else [name.strip() for name in names.split(",")]
     for name in wanted:

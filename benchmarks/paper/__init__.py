@@ -12,7 +12,7 @@ stages and copies, and the other m - 1 occupy the slowest stage; other micro-bat
 *Ratio* is ours by the bound, in seconds of a step: 1 is perfect. Every row's costs are scaled by one factor, so that
 its bound takes a given real time; speeds are scaled back.
 
-With a GPU, the paper's lines of one GPU are measured there as well, with the real U-Net (``asyncpipe bench unet``).
+With a GPU, the paper's lines of one GPU are measured there as well, with the real U-Net (the benchmark ``unet``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,19 @@ import torch
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import run_on_loop, table
-from asyncpipe.bench.paper.ablation import without_dependency, without_streams
-from asyncpipe.bench.paper.emulated import run_steps
-from asyncpipe.bench.paper.figures import (
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.core.schedules.gpipe import GPipeSchedule
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.errors import OptionError
+from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
+from asyncpipe.ops.device.devices import resolve_devices
+from benchmarks.paper.ablation import without_dependency, without_streams
+from benchmarks.paper.emulated import run_steps
+from benchmarks.paper.figures import (
     ABLATION,
     AMOEBANET,
     AMOEBANET_SPEED,
@@ -42,18 +52,8 @@ from asyncpipe.bench.paper.figures import (
     AblationArm,
     Setting,
 )
-from asyncpipe.bench.paper.models import FORWARDS, LayeredModel, SplitModel, paper_model
-from asyncpipe.bench.unet import speed
-from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict.report import report
-from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.core.schedules.gpipe import GPipeSchedule
-from asyncpipe.core.schedules.protocol import Shape
-from asyncpipe.errors import OptionError
-from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
-from asyncpipe.ops.device.devices import resolve_devices
+from benchmarks.paper.models import FORWARDS, LayeredModel, SplitModel, paper_model
+from benchmarks.unet import speed
 
 __all__ = ["PaperSize", "bound", "run", "show"]
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncpipe.bench.examples import load_example
-from asyncpipe.bench.paper.figures import AMOEBANET, BARE_UNET, SEQUENTIAL_AMOEBANET, UNET
-from asyncpipe.bench.unet.model import make_model
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.ops.model.skip_layout import skip_layout
 from asyncpipe.ops.model.skips import SkipStore, use_skips
+from benchmarks.examples import load_example
+from benchmarks.paper.figures import AMOEBANET, BARE_UNET, SEQUENTIAL_AMOEBANET, UNET
+from benchmarks.unet.model import make_model
 
 __all__ = ["LayeredModel", "SplitModel", "count_layers", "paper_model"]
 

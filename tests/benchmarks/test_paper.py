@@ -10,13 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncpipe.bench import paper
-from asyncpipe.bench.paper import PaperSize, bound
-from asyncpipe.bench.paper.ablation import without_dependency, without_streams
-from asyncpipe.bench.paper.emulated import run_steps
-from asyncpipe.bench.paper.figures import ABLATION, AMOEBANET, AMOEBANET_SPEED, UNET, UNET_SPEED
-from asyncpipe.bench.paper.models import BYTES_PER_SECOND, SplitModel, paper_model
-from asyncpipe.cli import main
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import critical_path
@@ -24,6 +17,13 @@ from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.protocol import Shape
+from benchmarks import paper
+from benchmarks.__main__ import main
+from benchmarks.paper import PaperSize, bound
+from benchmarks.paper.ablation import without_dependency, without_streams
+from benchmarks.paper.emulated import run_steps
+from benchmarks.paper.figures import ABLATION, AMOEBANET, AMOEBANET_SPEED, UNET, UNET_SPEED
+from benchmarks.paper.models import BYTES_PER_SECOND, SplitModel, paper_model
 
 U_SHAPED = SplitModel((2.0, 3.0, 2.5, 2.0), {(0, 1): 0.3, (0, 3): 0.5, (1, 2): 0.2, (2, 3): 0.1})
 
@@ -141,7 +141,7 @@ def test_every_speed_up_is_near_its_bound(models):
 def test_the_command_writes_timelines_and_says_what_is_not_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(paper, "run", partial(paper.run, size=PaperSize(seconds=0.02, steps=1)))
-    assert main(["bench", "paper", "--out", str(tmp_path / "pictures"), "--json"]) == 0
+    assert main(["paper", "--out", str(tmp_path / "pictures"), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert [Path(name).exists() for name in figures["pictures"]] == [True] * len(ABLATION)
     assert "<svg" in Path(figures["pictures"][0]).read_text()
@@ -162,5 +162,5 @@ def test_the_command_writes_timelines_and_says_what_is_not_measured(tmp_path, mo
     ],
 )
 def test_wrong_options_are_refused_before_anything_runs(capsys, arguments, message):
-    assert main(["bench", "paper", *arguments]) == 2
+    assert main(["paper", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.byte_counters import ByteMeter, CountedExecutor
-from asyncpipe.bench.unet.model import loss_fn, make_batch, make_model, parameter_count
 from asyncpipe.errors import TaskError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pipeline import Pipeline
+from benchmarks.byte_counters import ByteMeter, CountedExecutor
+from benchmarks.unet.model import loss_fn, make_batch, make_model, parameter_count
 
 __all__ = ["SIZES", "UNetMemorySize", "counted_peak", "largest_channels", "run", "show"]
 

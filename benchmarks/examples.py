@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import asyncpipe
 from asyncpipe.errors import OptionError
 
 __all__ = ["example_folder", "example_job", "load_example"]
@@ -18,7 +17,7 @@ __all__ = ["example_folder", "example_job", "load_example"]
 
 def example_folder(name: str) -> Path:
     """The folder of the example ``name``. Raises ``OptionError`` outside a checkout: a wheel contains no examples."""
-    folder = Path(asyncpipe.__file__).parents[1] / "examples" / name
+    folder = Path(__file__).parents[1] / "examples" / name
     if not folder.is_dir():
         raise OptionError(
             f"this benchmark takes its model from examples/{name}, and there is no {folder}; run it from a checkout "

@@ -18,9 +18,9 @@ tensors that have no values; timing it would take hours.
 from __future__ import annotations
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.unet import memory, speed
 from asyncpipe.core.checks import check_choice
 from asyncpipe.ops.device.devices import resolve_devices
+from benchmarks.unet import memory, speed
 
 __all__ = ["run", "show"]
 

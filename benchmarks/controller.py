@@ -31,7 +31,6 @@ from torch import nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import rollup_bytes, status_bytes, table, worker_pids
-from asyncpipe.bench.light_worker import OwnTasks, answer
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
@@ -55,6 +54,7 @@ from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.packed import Packed, pack, unpack
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
+from benchmarks.light_worker import OwnTasks, answer
 
 __all__ = ["ControllerCase", "ControllerSize", "make_stage", "measure", "run", "show"]
 
@@ -236,7 +236,7 @@ async def _in_light_workers(case: ControllerCase) -> Figures:
     def received(worker: WorkerLink, message: Any) -> None:
         driver.part_ended(worker.name, message)
 
-    group = WorkerGroup(ProcessLauncher(), "asyncpipe.bench.light_worker:serve", received=received)
+    group = WorkerGroup(ProcessLauncher(), "benchmarks.light_worker:serve", received=received)
     async with group:
         links = dict(zip(own, await group.start(*own), strict=True))
         for name, link in links.items():

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.examples import example_job, load_example
 from asyncpipe.bench.harness import run_on_loop
-from asyncpipe.bench.scraper import TurnSize, turns_with_metrics
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
+from benchmarks.examples import example_job, load_example
+from benchmarks.scraper import TurnSize, turns_with_metrics
 
 __all__ = ["TrainingSize", "run", "show"]
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from asyncpipe.bench import controller, prediction
 from asyncpipe.core.predict.topology import NetworkLink, Topology
+from benchmarks import controller, prediction
 
 
 def quiet(_: str) -> None:

@@ -1,15 +1,13 @@
 """Counters of the bytes in tensor storages: independent of allocators, and therefore the same on every machine.
 
-``ByteMeter`` counts every storage that torch makes, temporaries included, until it is freed. ``SavedBytes`` counts what
-is kept for a backward: the tensors that autograd saves, and the stage inputs from which recomputation starts. Neither
-counts scratch memory inside kernels or memory that an allocator keeps in reserve.
+``ByteMeter`` counts every storage that torch makes, temporaries included, until it is freed. It counts neither scratch
+memory inside kernels nor memory that an allocator keeps in reserve.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from asyncpipe.runtime.executor import Assignment
 from asyncpipe.testing import InlineExecutor
 
-__all__ = ["ByteMeter", "CountedExecutor", "SavedBytes"]
+__all__ = ["ByteMeter", "CountedExecutor"]
 
 
 class ByteMeter:
@@ -126,75 +124,3 @@ class CountedExecutor(InlineExecutor):
         """Run the tasks now. A dispatch mode applies to one thread, so every call enters its own."""
         with self._meter.counting():
             super().submit(assignments)
-
-
-class SavedBytes:
-    """Bytes that are kept for a backward, on all threads: ``live`` now, and their ``peak``.
-
-    ``saved``: storages that autograd keeps for a backward; ``borders``: storages given to ``note_input``, while they
-    live; ``total``: the union of both. Storages of the tensors in ``uncounted``, such as parameters, do not count.
-    """
-
-    def __init__(self, uncounted: Iterable[Tensor] = ()) -> None:
-        self.live = dict.fromkeys(("saved", "borders", "total"), 0)
-        self.peak = dict(self.live)
-        self._uncounted = {tensor.untyped_storage()._cdata for tensor in uncounted}
-        self._users: dict[int, Counter[str]] = {}
-        self._lock = threading.RLock()
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """A context manager that counts what autograd saves in this thread during the block."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-
-    def restart(self) -> None:
-        """Let the peak count from now on."""
-        with self._lock:
-            self.peak = dict(self.live)
-
-    def note_input(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor``, a stage's input, until it is freed."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        with self._lock:
-            if key in self._uncounted or (key in self._users and self._users[key]["borders"]):
-                return
-            self._count(key, "borders", storage.nbytes(), 1)
-        weakref.finalize(storage, self._count, key, "borders", storage.nbytes(), -1).atexit = False
-
-    def _pack(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._uncounted:
-            return tensor.detach()
-        self._count(storage._cdata, "saved", storage.nbytes(), 1)
-        # Detached: the output of an operation would otherwise keep its own graph node alive.
-        return _Saved(tensor.detach(), self._count)
-
-    def _count(self, key: int, reason: str, size: int, change: int) -> None:
-        """Count a user more or less of a storage (``change``: 1 or -1); the first and the last one change ``live``."""
-        with self._lock:
-            users = self._users.setdefault(key, Counter())
-            for name in (reason, "total"):
-                users[name] += change
-                if users[name] == (1 if change > 0 else 0):
-                    self.live[name] += change * size
-                    self.peak[name] = max(self.peak[name], self.live[name])
-            if not users["total"]:
-                del self._users[key]
-
-
-class _Saved:
-    """What autograd keeps in place of a saved tensor; stops counting the tensor when it is dropped."""
-
-    __slots__ = ("_count", "tensor")
-
-    def __init__(self, tensor: Tensor, count: Callable[[int, str, int, int], None]) -> None:
-        self.tensor = tensor
-        self._count = count
-
-    def __del__(self) -> None:
-        storage = self.tensor.untyped_storage()
-        self._count(storage._cdata, "saved", storage.nbytes(), -1)
-
-
-def _unpack(packed: Tensor | _Saved) -> Tensor:
-    return packed.tensor if isinstance(packed, _Saved) else packed

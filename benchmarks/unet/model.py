@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.bench.examples import load_example
 from asyncpipe.ops.device.devices import Device
+from benchmarks.examples import load_example
 
 __all__ = ["loss_fn", "make_batch", "make_model", "parameter_count"]
 

@@ -1,0 +1,34 @@
+"""The benchmarks behind the project's own figures: ``python -m benchmarks NAME``, in a checkout.
+
+``BENCHMARKS`` lists them. They have the form and the harness of those in ``asyncpipe/bench``, with which users decide:
+a module with ``run`` and ``show``. Helpers:
+
+    byte_counters.py     bytes of tensor storages, counted without an allocator
+    examples.py          models and job files of the repository's examples
+    light_worker.py      worker processes without torch, for ``controller``
+    scraper.py           turns with and without metrics, which are fetched over HTTP as Prometheus does
+
+``paper`` and ``unet`` are folders, whose ``__init__`` has ``run`` and ``show``. Soaks, kills and random cases are
+tests: ``tests/campaigns``.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BENCHMARKS", "OPTIONS"]
+
+BENCHMARKS = {
+    "compiled": "a GPT-2 on 2 CPU devices with compiled stages, against the same without: step, gradients, graphs",
+    "controller": "what a controller with workers costs: CPU a task, bytes of messages, memory, at 2 to 1,024 workers",
+    "edges": "a message between two worker processes: µs by size, against torch.distributed's send and recv",
+    "many_steps": "steps in a row, one by one and overlapping: time, idle shares, what is idle between two steps",
+    "metrics": "training with metrics that are scraped every second, against training without",
+    "paper": "the tables of the torchgpipe paper on emulated devices, against their bounds; its timelines",
+    "prediction": "predicted steps on several hosts, against measured ones of workers with slowed edges",
+    "unet": "U-Nets on one device: speed, and the largest one in a given memory",
+}
+OPTIONS = {
+    "many_steps": ("steps", "repeats", "cases"),
+    "paper": ("device", "out"),
+    "unet": ("device", "size"),
+}
+"""The options that benchmarks have: keyword arguments of their ``run``."""
