@@ -8,7 +8,6 @@ import pytest
 
 from asyncpipe.core.engine.events import (
     Abort,
-    Dispatch,
     Event,
     ProgramEnded,
     StepCancelled,
@@ -178,25 +177,6 @@ def test_a_snapshot_sees_every_event() -> None:
     before = snapshot(state)
     state.handle(completed(0), 1.0)
     assert snapshot(state) != before
-
-
-@pytest.mark.parametrize(
-    ("before", "event", "story"),
-    [
-        ([completed(0)], completed(LAST), []),
-        ([completed(0)], completed(0), [Dispatch(STEP, 0), completed(0)]),
-        ([TaskIssued(STEP, 0)], TaskIssued(STEP, 0), [Dispatch(STEP, 0), TaskIssued(STEP, 0)]),
-        ([], TaskDropped(STEP, 0), [Dispatch(STEP, 0)]),
-    ],
-    ids=["waiting", "completed", "issued", "dropped while running"],
-)
-def test_the_story_is_what_happened_to_the_task(before: list[Event], event: Event, story: list[object]) -> None:
-    state = begun(before)
-    with pytest.raises(InvalidTransition) as raised:
-        state.handle(event, 9.0)
-    assert [entry for _, entry in raised.value.story] == story
-    for entry in story:
-        assert f"\n  0.000000 {entry}" in str(raised.value)
 
 
 def test_a_step_is_gone_with_its_record() -> None:

@@ -33,7 +33,7 @@ from asyncpipe.core.schedules.backward_first import BackwardFirst
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.core.schedules.protocol import Action, B, F, HintedSchedule, OrderedSchedule, RuledSchedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import OptionError, ScheduleError
+from asyncpipe.errors import ScheduleError
 
 
 class TwoLines(RuledSchedule):
@@ -84,20 +84,6 @@ def test_a_hint_does_not_wait_for_what_is_late() -> None:
     strict = report(simulate(lower(Parallel(), Shape(3, 2, 3)), costs)).seconds
     hinted = report(simulate(lower(HintedSchedule(Parallel()), Shape(3, 2, 3)), costs)).seconds
     assert hinted < strict
-
-
-def test_a_hint_takes_the_names_and_places_of_its_order() -> None:
-    hint = find_schedule("interleaved", order="hint")
-    assert (hint.name, hint.virtual) == ("interleaved as hint", 2)
-    assert list(hint.placement(Shape(4, 2, 2))) == [0, 1, 0, 1]
-    with pytest.raises(ScheduleError, match="give a multiple of 2"):
-        hint.check(Shape(3, 2, 2))
-    with pytest.raises(OptionError, match="cap must be a positive integer"):
-        HintedSchedule(OneFOneB(), cap=0)
-    with pytest.raises(OptionError, match="order must be 'strict' or 'hint', got 'loose'"):
-        find_schedule("1f1b", order="loose")
-    with pytest.raises(ScheduleError, match="'TwoLines' decides by a rule; only an ordered schedule can be a hint"):
-        find_schedule(TwoLines(), order="hint")
 
 
 # The graph

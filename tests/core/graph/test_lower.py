@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncpipe.core.graph.export import to_dict, to_dot
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task import Lane, Queue, Task
+from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
@@ -88,14 +88,6 @@ def waits(graph: TaskGraph, task: Task) -> set[tuple[str, Reason]]:
 # Tasks
 
 
-@pytest.mark.parametrize(("mode", "recomputed"), [(NEVER, 0), (EXCEPT_LAST, 3), (ALWAYS, 4)])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
-def test_recomputed_micro_batches(name: str, mode: CheckpointMode, recomputed: int) -> None:
-    graph = lower(find_schedule(name), Shape(2, 4, 2), checkpoint=mode)
-    expected = sorted(product(range(recomputed), range(2)))
-    assert sorted((task.microbatch, task.stage) for task in of_kind(graph, TaskKind.RECOMPUTE)) == expected
-
-
 def test_checkpoint_modes_are_parsed_or_listed() -> None:
     assert CheckpointMode.parse("except_last") is EXCEPT_LAST
     with pytest.raises(OptionError, match="one of 'always', 'except_last', 'never', got 'sometimes'"):
@@ -118,17 +110,6 @@ def test_each_task_is_there_once_and_copies_only_where_the_device_changes(graph:
     assert {key for key in counts if key[0] is not TaskKind.RECOMPUTE} == expected
     assert set(counts.values()) == {1}
     assert graph.phase is not Phase.FORWARD or not of_kind(graph, TaskKind.RECOMPUTE)
-
-
-def test_copies_go_both_ways_in_queues_of_their_own() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["left", "right"])
-    onward, back = graph.find(TaskKind.COPY, 0, 1, source=0), graph.find(TaskKind.COPY, 0, 0, source=1)
-    assert (onward.id, onward.lane, onward.is_gradient_copy) == ("C(0,0>1)", Lane("right", Queue.COPY_IN), False)
-    assert (back.id, back.lane, back.is_gradient_copy) == ("C(0,1>0)", Lane("left", Queue.GRAD_IN), True)
-    assert waits(graph, onward) == {("F(0,0)", Reason.DATA)}
-    assert waits(graph, back) == {("B(0,1)", Reason.DATA)}
-    assert waits(graph, graph.find(TaskKind.FORWARD, 0, 1)) == {("C(0,0>1)", Reason.COPY)}
-    assert waits(graph, graph.find(TaskKind.BACKWARD, 0, 0)) == {("C(0,1>0)", Reason.COPY), ("F(0,0)", Reason.DATA)}
 
 
 # Edges
@@ -189,18 +170,6 @@ def test_numbers_are_topological_and_sorted_by_cycle_with_copies_first(graph: Ta
     assert all(edge.dependency < edge.task for edge in graph.edges())
     keys = [(task.cycle, task.kind is not TaskKind.COPY) for task in graph.tasks]
     assert keys == sorted(keys)
-
-
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (3, 4), (4, 2), (5, 7)])
-def test_the_clock_cycles_of_gpipe(p: int, m: int) -> None:
-    """F(i,j) is in cycle i + j; the backwards mirror them, behind the F(m-1,p-1) in cycle m + p - 2."""
-    graph = lower(find_schedule("gpipe"), Shape(p, m, p))
-    for i, j in product(range(m), range(p)):
-        assert graph.find(TaskKind.FORWARD, i, j).cycle == i + j
-        assert graph.find(TaskKind.BACKWARD, i, j).cycle == (m + p - 1) + (m - 1 - i) + (p - 1 - j)
-    for copy in of_kind(graph, TaskKind.COPY):
-        (producer,) = graph.dependencies[copy.number]
-        assert copy.cycle == graph.tasks[producer].cycle + 1
 
 
 # Growth

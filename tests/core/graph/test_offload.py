@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.offload import LEAST_WAIT, check_offload, offloaded
-from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from asyncpipe.core.predict.costs import Costs, Jitter
 from asyncpipe.core.predict.memory import StageMemory, memory_over_time, peak_memory
@@ -87,22 +87,6 @@ def test_those_that_wait_longest_are_offloaded() -> None:
     for m in range(1, 60):
         whole = [*(F(i, 0) for i in range(m)), *(B(i, 0) for i in range(m))]
         assert all(len(offloaded(whole, [k / m])) == (k if m > LEAST_WAIT else 0) for k in range(m + 1))
-
-
-def test_what_tasks_wait_for_has_reasons() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(1, 5, 1), offload=[1.0])
-    named = {
-        (str(graph.tasks[edge.dependency]), str(graph.tasks[edge.task])): edge.reason
-        for edge in graph.edges()
-        if "L" in str(graph.tasks[edge.task]) + str(graph.tasks[edge.dependency])
-        or "O" in str(graph.tasks[edge.task]) + str(graph.tasks[edge.dependency])
-    }
-    assert named["F(0,0)", "O(0,0)"] is Reason.DATA
-    assert named["O(0,0)", "F(2,0)"] is Reason.ORDER
-    assert named["O(0,0)", "L(0,0)"] is Reason.DATA
-    assert named["B(2,0)", "L(0,0)"] is Reason.ORDER
-    assert named["L(0,0)", "B(0,0)"] is Reason.COPY
-    assert {str(lane) for lane in graph.lanes} >= {"dev:0/offload", "dev:0/load"}
 
 
 def test_only_steps_with_an_order_offload() -> None:

@@ -257,19 +257,6 @@ def test_the_root_that_is_found_is_the_planted_one(seed: int, plant: HangState) 
         assert roots == [], "a step at its end waits for nothing"
 
 
-@settings(max_examples=60)
-@given(st.integers(0, MANY))
-def test_where_credits_are_few_the_root_is_what_the_receiver_does(seed: int) -> None:
-    """Or it is that credits are so few that a circle of tasks waits for them."""
-    world = worlds(random.Random(seed), S.COMPUTING, windows=True)
-    root = hang_roots(STEP, world.graph, world.seen())[0]
-    event(f"{root.state.value} {S.WAITS_FOR_CREDIT in {wait.state for wait in root.waits}}")
-    if world.running:
-        assert (root.state, root.task) == (S.COMPUTING, world.graph.tasks[world.task].id)
-    else:
-        assert root.state is S.WAITS_FOR_CREDIT
-
-
 def test_a_device_that_hangs_in_taking_a_message_does_not_begin_what_it_has() -> None:
     """It waits for nothing that its head needs: the message is for a later task."""
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2), devices=["a", "b"], checkpoint=CheckpointMode.NEVER)

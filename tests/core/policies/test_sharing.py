@@ -127,15 +127,6 @@ def test_a_named_job_alone_runs_as_a_pipeline_by_itself(schedule: str) -> None:
     assert run.records[0].journal[1:] == plain.journal[1:]
 
 
-def test_a_job_alone_is_handed_over_far_ahead_and_two_are_not() -> None:
-    hand, graph = ByHand(), one_lane(20)
-    assert len(dispatched(hand.send(StepSubmitted(0, graph, Share("a")), 0.0))) == 16
-    assert dispatched(hand.send(StepSubmitted(1, graph, Share("b")), 0.0)) == []
-    for task in range(16 - MOST_AHEAD):
-        assert dispatched(hand.send(TaskCompleted(0, task, task, task + 1.0), task + 1.0)) == []
-    assert dispatched(hand.send(TaskCompleted(0, 14, 14.0, 15.0), 15.0)) == [(1, 0)]
-
-
 def test_a_job_that_is_back_soon_counts_as_there() -> None:
     """Its next step would else find the lane full of the other's tasks."""
     hand, short, long = ByHand(), one_lane(1), one_lane(200)
@@ -193,8 +184,3 @@ def test_a_job_is_forgotten_when_it_is_gone() -> None:
 
 
 # The simulation itself
-
-
-def test_a_simulation_must_end() -> None:
-    with pytest.raises(OptionError, match="give until"):
-        simulate_jobs([SimulatedJob(one_lane(1), steps=None)])

@@ -8,12 +8,11 @@ import pytest
 from sharing_helpers import ByHand, always, computed, dispatched, graph_of, one_lane, shaken, spans, step_seconds
 
 from asyncpipe.core.engine.events import GateOpened, StepSubmitted, TaskCompleted
-from asyncpipe.core.graph.lower import lower
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
-from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Shape
+from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule
 from asyncpipe.core.schedules.registry import find_schedule
 
 BACKGROUND = Share("background", background=True)
@@ -49,19 +48,6 @@ def test_a_background_job_fills_the_bubbles(pause: float, sigma: float, gets: fl
     # The first step counts: nothing is known yet, so the background may be in its way.
     assert sum(step_seconds(foreground.records)) / sum(expected) - 1 <= grows + 0.05 / 60
     assert sum(step_seconds(foreground.records)[2:]) / sum(expected[2:]) - 1 <= grows
-
-
-def test_a_background_job_fills_the_bubbles_of_steps_that_overlap() -> None:
-    """What a step behind another one waits for is known, so it keeps no lane free for longer than that."""
-    wiring = Wiring(Wiring.chain(4).links, (), (0, 1, 2, 3))
-    graph = lower(find_schedule("1f1b"), Shape(4, 4, 4), wiring=wiring)
-    job = SimulatedJob(graph, FOREGROUND_COSTS, Share("foreground"), steps=60, ahead=1)
-    alone = simulate_jobs([job])[0].records[-1].journal[-1][0]
-    foreground, background = simulate_jobs([job, SimulatedJob(filler(), FILLER_COSTS, BACKGROUND, steps=None)])
-    took = foreground.records[-1].journal[-1][0]
-    idle = sum(took - seconds for seconds in computed(foreground).values())
-    assert sum(computed(background).values()) / idle >= 0.8
-    assert took / alone - 1 <= 0.02
 
 
 @pytest.mark.parametrize(("seconds", "fit"), [(1.5, 6), (2.0, 4), (3.0, 3), (4.0, 2), (9.0, 1), (9.5, 0)])

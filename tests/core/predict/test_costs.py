@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs, Jitter, StageCosts, parse_costs
-from asyncpipe.core.predict.report import report
-from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.schedules.protocol import F, I, OrderedSchedule, Shape, W
 from asyncpipe.errors import OptionError
 
 
@@ -24,16 +20,6 @@ def task(kind: str, stage: int = 0, microbatch: int = 0, source: int | None = No
 
 def rows(**given: Any) -> dict[TaskKind, Any]:
     return {TaskKind(kind): row for kind, row in given.items()}
-
-
-class Halves(OrderedSchedule):
-    """GPipe with its backwards in halves."""
-
-    def order(self, device: int, shape: Shape) -> Any:
-        yield from (F(i, device) for i in range(shape.microbatches))
-        for i in range(shape.microbatches):
-            yield I(i, device)
-            yield W(i, device)
 
 
 # Costs from a command line
@@ -98,23 +84,6 @@ def test_a_copy_costs_its_latency_and_its_bytes_both_ways() -> None:
     assert costs(task("C", 2, WHOLE_STEP, source=1)) == 0.5, "nobody measured the tied parameter"
 
 
-def test_a_step_at_measured_costs_by_hand() -> None:
-    """F(0,0) to 2, its copy to 3, F(0,1) to 6, I to 7, W beside the copy, I(0,0) from 8 to 13, W to 20."""
-    graph = lower(Halves(), Shape(2, 1, 2))
-    costs = StageCosts(rows(F=[2, 3], I=[5, 1], W=[7, 4]), [8], bandwidth=8)
-    times = {time.task.id: (time.start, time.end) for time in report(simulate(graph, costs)).tasks}
-    assert times == {
-        "F(0,0)": (0, 2),
-        "C(0,0>1)": (2, 3),
-        "F(0,1)": (3, 6),
-        "I(0,1)": (6, 7),
-        "W(0,1)": (7, 11),
-        "C(0,1>0)": (7, 8),
-        "I(0,0)": (8, 13),
-        "W(0,0)": (13, 20),
-    }
-
-
 @pytest.mark.parametrize(
     ("seconds", "options", "message"),
     [
@@ -155,17 +124,6 @@ def test_factors_have_mean_1_and_the_deviation_asked_for(sigma: float) -> None:
     assert fmean(found) == pytest.approx(1, abs=5 * sigma / 20_000**0.5)
     assert pstdev(found) == pytest.approx(sigma, rel=0.05)
     assert min(found) > 0
-
-
-def test_the_seed_and_every_part_of_a_tasks_identity_matter() -> None:
-    jitter = Jitter(Costs(), 0.3, 1)
-    tasks = [
-        *(task(kind, stage, i) for kind in "FRBIWU" for stage in range(3) for i in range(-1, 3)),
-        *(task("C", 2, i, source) for i in range(3) for source in (0, 1, 3)),
-    ]
-    assert len({jitter.factor(one) for one in tasks}) == len(tasks)
-    assert not {jitter.factor(one) for one in tasks} & {Jitter(Costs(), 0.3, 2).factor(one) for one in tasks}
-    assert Jitter(Costs(), 0.3, -1).factor(tasks[0]) != jitter.factor(tasks[0]), "negative seeds are seeds"
 
 
 def test_a_seed_gives_these_factors_for_ever() -> None:

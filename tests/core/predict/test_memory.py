@@ -14,24 +14,9 @@ from asyncpipe.core.predict.memory import StageMemory, peak_memory
 from asyncpipe.core.predict.report import peak_per_device, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.core.schedules.protocol import F, I, OrderedSchedule, Shape, W
+from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-
-
-class Late(OrderedSchedule):
-    """One device: F0 I0 F1 I1 W0 W1, so that weight gradients keep what inputs no longer need."""
-
-    def order(self, device: int, shape: Shape) -> Any:
-        return [F(0, 0), I(0, 0), F(1, 0), I(1, 0), W(0, 0), W(1, 0)]
-
-
-class Soon(OrderedSchedule):
-    """One device, one micro-batch after the other, its backward in halves."""
-
-    def order(self, device: int, shape: Shape) -> Any:
-        for i in range(shape.microbatches):
-            yield from (F(i, 0), I(i, 0), W(i, 0))
 
 
 def step(name: Any, shape: Shape, mode: CheckpointMode = CheckpointMode.NEVER, **costs: float) -> StepRecord:
@@ -49,13 +34,6 @@ def test_a_recomputed_micro_batch_keeps_its_input_until_it_is_recomputed() -> No
     """GPipe, m = 3: at R of the last, that one is whole again and two are inputs."""
     memory = StageMemory(saved=[100], inputs=[7], fixed=[1000])
     assert peak_memory(step("gpipe", Shape(1, 3, 1), CheckpointMode.ALWAYS), memory) == [1000 + 100 + 2 * 7]
-
-
-def test_a_halved_backward_keeps_everything_until_its_weight_gradients() -> None:
-    record = simulate(lower(Late(), Shape(1, 2, 1)))
-    assert peak_memory(record, StageMemory([10], [0], [0])) == [20]
-    assert report(record).peak_in_flight == (2,)
-    assert peak_memory(simulate(lower(Soon(), Shape(1, 3, 1))), StageMemory([10], [0], [0])) == [10]
 
 
 def test_a_step_of_another_size_is_refused() -> None:

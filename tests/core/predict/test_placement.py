@@ -75,19 +75,6 @@ def test_a_plan_goes_around_slow_links_and_gives_fast_devices_more() -> None:
     assert all(0 <= share < 0.02 for share in best.placing.waits)
 
 
-def test_a_plan_overlaps_steps_on_hosts() -> None:
-    topology = Topology((Host("a", ("cpu:0",)), Host("b", ("cpu:0",))), link=NetworkLink(0.25))
-    one, steady = (
-        plan(even_profile(4), 2, schedules=["zb-h2"], checkpoints=["never"], topology=topology, ahead=ahead)[0]
-        for ahead in (0, 1)
-    )
-    assert steady.seconds < one.seconds
-    # Each device waits once, for the link to be crossed once, where the pipe is filled or a gradient comes back.
-    for found in (one, steady):
-        assert found.placing is not None
-        assert found.placing.waits == pytest.approx([0.25 / found.seconds] * 2)
-
-
 def test_the_devices_of_a_topology_are_all_planned_for() -> None:
     with pytest.raises(PlanError, match="the topology has 2 devices, got 3 to plan for"):
         plan(even_profile(4), 3, topology=hosts_with({}, 2))

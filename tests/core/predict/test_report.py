@@ -69,13 +69,6 @@ def test_the_numbers_of_a_step() -> None:
     assert found.peak_in_flight == (2, 2)
 
 
-def test_the_critical_path_leaves_out_what_no_dependency_explains() -> None:
-    """Submission to F(0,0) took 1 s; the rest is the chain F00 F10 C F11 B11 B01 C B00."""
-    found = report(record(PIPE, PIPE_TIMES))
-    assert found.critical_path == 1 + 2 + 0.5 + 1 + 2 + 3 + 0.5 + 2
-    assert found.bound == found.critical_path
-
-
 def test_a_failed_step_reports_what_completed() -> None:
     graph = lower(find_schedule("gpipe"), Shape(1, 2, 1))
     base = record(graph, {"F(0,0)": (0.0, 2.0)}, Outcome.FAILED)

@@ -42,16 +42,6 @@ def test_two_stages_by_hand() -> None:
     }
 
 
-def test_a_recomputation_hides_behind_the_copy_of_the_gradient() -> None:
-    """R(0,0) follows F(0,0) and needs no gradient, so it is over when the gradient is there."""
-    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), checkpoint=CheckpointMode.ALWAYS)
-    found = times(simulate(graph, Costs(forward=1, backward=2, recompute=1, copy=4)))
-    assert found["R(0,0)"] == (1.0, 2.0)
-    assert found["R(0,1)"] == (6.0, 7.0)
-    assert found["B(0,1)"] == (7.0, 9.0)
-    assert found["B(0,0)"] == (13.0, 15.0)
-
-
 @settings(max_examples=60)
 @given(SHAPES, st.tuples(*[st.integers(0, 5)] * 4), st.sampled_from(CheckpointMode), st.integers(1, 20))
 def test_every_run_keeps_to_its_graph(

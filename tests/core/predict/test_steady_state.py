@@ -32,17 +32,6 @@ def graph_of(name: str, devices: int, microbatches: int, *, updates: bool = Fals
     return lower(schedule, Shape(stages, microbatches, devices), wiring=wiring)
 
 
-def test_a_device_goes_over_to_the_next_step_by_itself() -> None:
-    """zb-h2 leaves no device idle between its first and its last task, so the next step closes the gaps at the ends."""
-    first, second = reports(simulate_steps(graph_of("zb-h2", 4, 8), steps=2))
-    assert (first.began, first.seconds, second.began, second.seconds) == (0.0, 27.0, 24.0, 27.0)
-    begins = {time.task.lane.device: time.start for time in reversed(second.tasks) if time.task.source is None}
-    assert begins == {"dev:0": 24.0, "dev:1": 25.0, "dev:2": 26.0, "dev:3": 27.0}
-    found = steady_state([first, second])
-    assert (found.seconds, found.bubble_ratio) == (24.0, 0.0)
-    assert found.device_bubble == dict.fromkeys(begins, 0.0)
-
-
 def test_steps_of_a_rule_and_steps_with_tied_parameters_do_not_overlap() -> None:
     tied = lower(find_schedule("zb-h2"), Shape(3, 5, 3), wiring=Wiring(((0, 1), (1, 2)), ((0, 2),), (0, 1, 2)))
     for graph in (graph_of("backward-first", 3, 4), tied):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
 from math import inf
 from pathlib import Path
 
@@ -106,27 +105,6 @@ def test_messages_follow_each_other_on_a_link_by_hand() -> None:
     assert sorted(record.notes.arrived.values()) == [2.0, 3.0, 4.0, 7.5, 8.5, 9.5]
     # The first device waits from 6 on for what is made then, and the last one from 0.5 on, but not while it is made.
     assert link_waits(report(record), graph) == {"a/cpu:0": 1.5, "b/cpu:0": 1.5}
-
-
-def test_pairs_of_devices_of_two_hosts_share_their_link() -> None:
-    """interleaved: stage 3 is on the last device, stage 4 on the first one, so both hosts send to each other twice."""
-    topology = topology_of(2, 2, NetworkLink(0.0, 50.0))
-    graph = graph_on(topology, "zbv", 4, CheckpointMode.NEVER)
-    costs = TopologyCosts(costs_of(8), topology)
-    seconds = on_links(graph, costs)
-    record = simulate(graph, costs)
-    ends = {time.task.number: time.end for time in report(record).tasks}
-    for source, target in permutations(("h0", "h1")):
-        sent = sorted(
-            (max(ends[maker] for maker in graph.read_by(copy)), at, seconds[copy])
-            for copy, at in record.notes.arrived.items()
-            if graph.tasks[copy].lane.device.startswith(target)
-            and graph.devices[graph.placement[graph.tasks[copy].source or 0]].startswith(source)
-        )
-        free = 0.0
-        for made, at, taken in sent:
-            free = max(free, made) + taken
-            assert at == pytest.approx(free)
 
 
 @settings(max_examples=40, deadline=None)

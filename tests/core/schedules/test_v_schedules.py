@@ -14,12 +14,11 @@ from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.dualpipev import DualPipeV
 from asyncpipe.core.schedules.hanayo import Hanayo
-from asyncpipe.core.schedules.protocol import OrderedSchedule, Overlap, Shape
+from asyncpipe.core.schedules.protocol import OrderedSchedule, Shape
 from asyncpipe.core.schedules.v_shaped import VHalf, VMin, ZeroBubbleV
 from asyncpipe.errors import ScheduleError
 
 F, B, I, W = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)  # noqa: E741
-SPLIT = (ZeroBubbleV(), VHalf(), VMin())
 
 
 def run(schedule: OrderedSchedule, p: int, m: int, costs: Costs | None = None, v: int = 2) -> Report:
@@ -57,15 +56,6 @@ def test_zero_bubble_v_has_its_closed_form_for_every_shape(p: int) -> None:
         assert bubble(times, 2, m) == max(p - 1, 4 * p - 2 - 2 * m), m
         assert max(peaks(times, 2)) == min(m, p), m
         assert max(peaks(times, 2, (I,))) == min(m, p), m
-
-
-@pytest.mark.parametrize("p", DEVICES)
-def test_no_device_of_zero_bubble_v_idles_inside(p: int) -> None:
-    m = 2 * p
-    times = run(ZeroBubbleV(), p, m)
-    for device in times.device_busy:
-        here = [time for time in times.tasks if time.task.lane.device == device and time.seconds]
-        assert here[-1].end - here[0].start == 6 * m, device
 
 
 def v_half_bubble(p: int) -> int:
@@ -111,19 +101,6 @@ def test_dualpipev_has_its_closed_form_for_every_shape(p: int) -> None:
         assert peaks(times, 2) == [p + 1 / 2] * p, m
 
 
-def test_dualpipev_pairs_a_forward_with_a_backward_of_the_other_leg() -> None:
-    p, m = 4, 10
-    for device in range(p):
-        order = list(DualPipeV().order(device, Shape(2 * p, m, p)))
-        pairs = [entry for entry in order if isinstance(entry, Overlap)]
-        for first, second in pairs:
-            assert (first.kind, second.kind) == (F, B)
-            assert first.stage + second.stage == 2 * p - 1
-            assert first.microbatch != second.microbatch
-        # Every F after the fill is in a pair, but the first of the last device.
-        assert len(pairs) == 2 * m - (3 * p - device - 1) - (device == p - 1)
-
-
 @pytest.mark.parametrize("m", [1, 7])
 def test_dualpipev_asks_for_as_many_microbatches_as_stages(m: int) -> None:
     message = rf"'dualpipev' needs at least as many micro-batches as stages, got {m} .* 8 stages; give at least 8"
@@ -152,11 +129,3 @@ def test_hanayo_has_its_closed_form_where_p_divides_m(p: int, waves: int) -> Non
 
 
 # All of them.
-
-EVERY = (*SPLIT, DualPipeV(), Hanayo())
-
-
-@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.name)
-def test_stages_go_to_and_fro(schedule: OrderedSchedule) -> None:
-    placed = list(schedule.placement(Shape(3 * schedule.virtual, 8, 3)))
-    assert placed == [0, 1, 2, 2, 1, 0] * (schedule.virtual // 2)

@@ -119,16 +119,6 @@ def test_what_holds_at_any_times(costs: Costs) -> None:
             assert times.seconds == m * v * work(costs) + one, (p, m, v)
 
 
-def test_peaks_of_one_stage_a_device() -> None:
-    """A micro-batch is held until its W; papers that count until its I see the forwards ahead."""
-    for p, m in product(DEVICES, MICROBATCHES):
-        one, two = run(ZBH1(), p, m), run(ZBH2(), p, m)
-        assert one.peak_in_flight == (min(m, p),) * p, (p, m)
-        assert two.peak_in_flight == (min(m, 2 * p - 1),) * p, (p, m)
-        assert held(one, INPUTS) == [min(m, p - r) for r in range(p)], (p, m)
-        assert held(two, INPUTS) == [min(m, 2 * (p - r) - 1) for r in range(p)], (p, m)
-
-
 @pytest.mark.parametrize("v", [1, 2, 3])
 @pytest.mark.parametrize("p", DEVICES)
 def test_interleaved_zb(p: int, v: int) -> None:

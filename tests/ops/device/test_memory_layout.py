@@ -40,13 +40,3 @@ def test_a_tensor_keeps_its_strides_and_its_alignment(tensor):
         assert there.stride() == tensor.stride() or tensor.is_contiguous()
         assert (there.data_ptr() - tensor.data_ptr()) % ALIGNMENT == 0 or not tensor.numel()
         assert not there._is_view()
-
-
-def test_no_memory_is_sent_for_what_a_view_does_not_show():
-    large = torch.zeros(1000, 1000)
-    for view in (large[:, 0], large[:1].expand(1000, 1000), large.as_strided((2, 900, 900), (900_000, 1, 1))[:, 1:]):
-        assert len(to_wire(view, "it")) < 4 * view.numel() + 10_000
-    assert len(to_wire(large[:1].expand(1000, 1000), "it")) < 10_000
-    gaps = large.as_strided((9, 2, 2), (100_000, 1, 1))
-    assert len(to_wire(gaps, "it")) < 10_000
-    assert torch.equal(from_wire(to_wire(gaps, "it")), gaps)

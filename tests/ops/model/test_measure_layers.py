@@ -83,13 +83,6 @@ def test_forward_and_backward_of_each_layer() -> None:
     assert times(*layers, clock=clock) == [3, 0.75, 0, 8]
 
 
-def test_frozen_layers_at_the_start_have_no_backward() -> None:
-    clock = Clock()
-    frozen, trained = Takes(clock, 1, 2, weight=False), Takes(clock, 1, 2)
-    assert times(frozen, trained, frozen, clock=clock) == [1, 3, 3]
-    assert times(frozen, sample=torch.ones(2, requires_grad=True), clock=clock) == [3]
-
-
 # Values between layers
 
 
@@ -178,16 +171,6 @@ def test_the_model_is_left_as_it_was(measure: Callable[[nn.Sequential, Any], Non
 
 
 # Errors
-
-
-def test_a_failing_layer_is_named_and_all_is_put_back() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4))
-    model[0].weight.grad = kept = torch.ones(3, 3)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
-        layer_times(model, torch.randn(2, 3))
-    assert raised.value.__notes__ == ["raised by layer 1 (Linear) while it was measured"]
-    assert model[0].weight.grad is kept
-    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])

@@ -100,14 +100,6 @@ def test_a_target_has_as_many_samples_as_the_input() -> None:
 # Gather
 
 
-def test_scalars_are_stacked_and_non_tensors_listed() -> None:
-    outputs = [{"loss": torch.tensor(float(i)), "y": torch.full((2 + i,), i), "name": f"n{i}"} for i in range(2)]
-    gathered = gather(outputs)
-    assert equal(gathered["loss"], torch.tensor([0.0, 1.0]))
-    assert gathered["y"].tolist() == [0, 0, 1, 1, 1]
-    assert gathered["name"] == ["n0", "n1"]
-
-
 @pytest.mark.parametrize(
     "outputs",
     [
@@ -123,16 +115,6 @@ def test_outputs_of_mixed_structure(outputs: list[Any]) -> None:
 
 
 # Other ways to give micro-batches
-
-
-def test_another_dimension_may_be_the_batch() -> None:
-    x = torch.arange(12).reshape(2, 3, 2)
-    made = cut({"x": x}, 2, dim=1)
-    assert made.sizes == [2, 1]
-    assert equal(made.pieces, [{"x": x[:, :2]}, {"x": x[:, 2:]}])
-    assert equal(gather(made.pieces, 1), {"x": x})
-    with pytest.raises(BatchError, match=r"the input is a tensor of shape \(3,\); dimension 1 must be the batch"):
-        cut(torch.zeros(3), 2, dim=1)
 
 
 def test_a_tensor_may_go_to_every_micro_batch_whole() -> None:

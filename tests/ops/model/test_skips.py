@@ -203,24 +203,6 @@ def test_subclasses(kind: type[nn.Module], factor: int, added: int | None) -> No
         assert torch.equal(store.outgoing[A], factor * x)
 
 
-def test_a_module_that_calls_itself_or_another_one() -> None:
-    def forward(self: Any, x: Tensor, depth: int) -> Skips:
-        x = self(x + 1, depth - 1) if depth else x
-        yield stash("depth", x)
-        return x
-
-    assert layer(forward, stash=["depth"])(ONE, 3).item() == 4
-    inner = nn.Sequential(stashing("b", "c"), popping("c"))
-
-    def calls(self: Any, x: Tensor) -> Skips:
-        yield stash("a", x)
-        return inner(x) + (yield pop("b"))
-
-    with use_skips(SkipStore()) as store:
-        assert layer(calls, stash=["a"], pop=["b"])(ONE).item() == 3
-    assert store.outgoing == {A: ONE}
-
-
 # Misuse: of a class that stashes 'a' and pops 'b'
 
 FROM = "yield stash(name, tensor) or pop(name), and call super().forward(...) without 'yield from'"

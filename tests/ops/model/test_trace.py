@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.nn import functional
 
-from asyncpipe import Pipeline
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.trace.trace import trace
@@ -179,32 +177,6 @@ def test_inputs_go_to_the_stages_that_use_them(check: Check) -> None:
     }
     output = check(model, staged, Arguments.of(left, right=right))
     assert output[3] is left
-
-
-@dataclass
-class Made:
-    x: Tensor
-    more: list[Any]
-
-
-class Making(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Made:
-        y = self.a(x)
-        return Made(self.b(y), [y, "text"])
-
-
-def test_a_dataclass_is_returned_with_the_values_of_the_call() -> None:
-    model, x = Making().double(), torch.randn(4, 3).double()
-    staged = trace(model, Arguments.of(torch.randn(2, 3).double()), ["b"])
-    with Pipeline(staged, ["cpu:0", "cpu:1"], microbatches=2).sync() as pipe:
-        output = pipe(x)
-    assert isinstance(output, Made)
-    torch.testing.assert_close(output.x, model(x).x)
-    torch.testing.assert_close(output.more[0], model(x).more[0])
 
 
 class Counting(nn.Module):
