@@ -15,7 +15,7 @@ from asyncpipe.cli.profile import add_measuring, measured
 from asyncpipe.cli.progress import show_phases
 from asyncpipe.cli.tables import table
 from asyncpipe.core.graph.lower import CheckpointMode
-from asyncpipe.core.predict.layer_profile import ADAMW_SCALE, Profile
+from asyncpipe.core.predict.layer_profile import ADAMW_SCALE
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.planner import Placing, Plan, best_of_each, plan
 from asyncpipe.core.predict.topology import Topology
@@ -126,13 +126,14 @@ def _bytes(text: str) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from asyncpipe.cli.prediction_files import read_profile, read_topology
     from asyncpipe.train.job_file import load_job
 
     job = load_job(args.job)
-    topology = None if args.topology is None else Topology.read(args.topology)
+    topology = None if args.topology is None else read_topology(args.topology)
     devices = job.pipeline.devices if topology is None else list(topology.devices)
     with show_phases(sys.stderr) as show:
-        profile = measured(job, args, show) if args.profile is None else Profile.read(args.profile)
+        profile = measured(job, args, show) if args.profile is None else read_profile(args.profile)
         plans = plan(
             profile,
             len(devices),

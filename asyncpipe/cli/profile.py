@@ -78,15 +78,16 @@ def measured(job: Job, args: argparse.Namespace, progress: Callable[[str], None]
 
 
 def _profile(args: argparse.Namespace) -> int:
+    from asyncpipe.cli.prediction_files import profile_document, write_profile
     from asyncpipe.train.job_file import load_job
 
     job = load_job(args.job)
     with show_phases(sys.stderr) as show:
         profile = measured(job, args, show)
     if args.output is not None:
-        profile.write(args.output)
+        write_profile(profile, args.output)
     if args.json:
-        print(json.dumps(profile.document()))
+        print(json.dumps(profile_document(profile)))
         return 0
     for number in profile.measured:
         print(_table(profile, number) + "\n")

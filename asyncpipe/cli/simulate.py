@@ -247,7 +247,11 @@ def _topology(args: argparse.Namespace) -> Topology | None:
         raise OptionError("--sent is for a step on hosts; give --topology FILE with it")
     if args.sent is not None and args.profile is not None:
         raise OptionError("--sent goes with --costs; a profile says what layers send")
-    return None if args.topology is None else Topology.read(args.topology)
+    if args.topology is None:
+        return None
+    from asyncpipe.cli.prediction_files import read_topology
+
+    return read_topology(args.topology)
 
 
 def _timeline(records: Sequence[StepRecord], *, virtual: bool) -> str:
@@ -282,9 +286,9 @@ def _cost_model(args: argparse.Namespace, placement: Sequence[int]) -> _CostMode
         costs = parse_costs(args.costs)
         sent = args.sent or 0
         return _CostModel(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT, sizes=lambda task: sent)
-    from asyncpipe.core.predict.layer_profile import Profile
+    from asyncpipe.cli.prediction_files import read_profile
 
-    profile = Profile.read(args.profile)
+    profile = read_profile(args.profile)
     checkpoint = CheckpointMode.parse(args.checkpoint)
     if args.balance is None:
         balance = even_balance(profile.layer_seconds(args.microbatches, checkpoint), args.stages)

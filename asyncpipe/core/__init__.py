@@ -1,7 +1,7 @@
 """The pure core: what a step is, which task runs when, and what a step would take.
 
-No torch, asyncio, threads, clocks, randomness or environment, and no files except those of schedules and profiles whose
-paths are given: the same calls give the same answers. Each folder may import those before it:
+No torch, asyncio, threads, clocks, randomness or environment, and no files except the CSV of a schedule whose path is
+given: the same calls give the same answers. Each folder may import those before it:
 
 - ``kinds.py``: the table of task kinds;
 - ``schedules/``: which action runs when; ``protocol.py`` says what a schedule is;

@@ -181,7 +181,7 @@ def _named_layers(model: nn.Module | Sequence[nn.Module] | StagedModel | StageFa
     return {f"{name} {type(part).__name__}": part for name, part in as_sequential(model)._modules.items()}
 
 
-_COUNTED = tuple(each.name for each in fields(LayerCosts) if each.type == "int")
+_COUNTED = tuple(each.name for each in fields(LayerCosts) if each.type == "Bytes")
 
 
 def _as_dicts(sizes: Sequence[LayerBytes]) -> list[dict[str, int]]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from asyncpipe.cli import main
+from asyncpipe.cli.prediction_files import write_profile
 from asyncpipe.cli.step_options import shape_of
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.schedules.gpipe import GPipeSchedule
@@ -281,7 +282,7 @@ def profile(tmp_path: Path) -> Path:
     measured = Measurement((layer(1, 2048), layer(1, 2048), layer(2, 0)), {}, step=0.25, latency=0.5, bandwidth=1024)
     layers = tuple(ProfiledLayer(name, 4096, 4096) for name in "abc")
     path = tmp_path / "model.json"
-    Profile(layers, ((0, 1), (1, 2)), {4: measured}, ("cpu:0",)).write(path)
+    write_profile(Profile(layers, ((0, 1), (1, 2)), {4: measured}, ("cpu:0",)), path)
     return path
 
 
@@ -314,7 +315,7 @@ def test_recomputation_counts_for_the_balance(capsys: Output, tmp_path: Path) ->
     """Layers take 4, 4 and 8 s; where they are recomputed, 23.5, 3.5 and 7 s."""
     measured = Measurement((layer(1, 0, 20), layer(1, 0, 0), layer(2, 0, 0)), {}, step=0, latency=0, bandwidth=inf)
     path = tmp_path / "model.json"
-    Profile(tuple(ProfiledLayer(name, 0, 0) for name in "abc"), (), {1: measured}).write(path)
+    write_profile(Profile(tuple(ProfiledLayer(name, 0, 0) for name in "abc"), (), {1: measured}), path)
     line = f"gpipe --stages 2 --microbatches 1 --profile {path}"
     assert "balance 2,1" in run(capsys, line)
     assert "balance 1,2" in run(capsys, f"{line} --checkpoint always")
@@ -324,7 +325,7 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
     """Two layers that exchange nothing run at the same time."""
     measured = Measurement((layer(1, 0), layer(1, 0)), {}, step=0, latency=0, bandwidth=inf)
     path = tmp_path / "apart.json"
-    Profile((ProfiledLayer("a", 0, 0), ProfiledLayer("b", 0, 0)), (), {1: measured}).write(path)
+    write_profile(Profile((ProfiledLayer("a", 0, 0), ProfiledLayer("b", 0, 0)), (), {1: measured}), path)
     assert found(capsys, f"gpipe --stages 2 --microbatches 1 --profile {path}")["makespan"] == 4
 
 

@@ -17,14 +17,14 @@ of micro-batches is measured, and none is interpolated.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import inf, isfinite
-from pathlib import Path
+from math import inf
 from statistics import fmean
-from typing import Any
+from typing import Annotated
+
+from annotated_types import Ge
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Wiring
@@ -48,7 +48,8 @@ __all__ = [
     "replicas",
 ]
 
-FORMAT, VERSION = "asyncpipe-profile", 2
+Seconds = Annotated[float, Ge(0)]
+Bytes = Annotated[int, Ge(0)]
 
 CALLER = -1
 """Who gives the inputs and gets the outputs, in the place of a layer."""
@@ -64,9 +65,9 @@ class ProfiledLayer:
     """The properties of a layer that do not depend on the number of micro-batches."""
 
     name: str
-    parameters: int
+    parameters: Bytes
     """Bytes of its parameters."""
-    trained: int
+    trained: Bytes
     """Bytes of its parameters that get a gradient."""
     inner: bool = True
     """Whether its input gets a gradient. If the first layer of a stage has no such input, I does nothing there, and W
@@ -77,22 +78,22 @@ class ProfiledLayer:
 class LayerCosts:
     """The costs of one layer for one micro-batch: seconds, without the overhead of a task, and bytes."""
 
-    forward: float
-    light_forward: float
+    forward: Seconds
+    light_forward: Seconds
     """A forward that saves nothing, because it is recomputed."""
-    recompute: float
-    backward: float
-    input_gradient: float
-    weight_gradient: float
-    input: int
+    recompute: Seconds
+    backward: Seconds
+    input_gradient: Seconds
+    weight_gradient: Seconds
+    input: Bytes
     """Bytes of its input."""
-    saved: int
+    saved: Bytes
     """Bytes that its forward saves for its backward, without its input; with its output, if that is saved."""
-    saved_input: int
+    saved_input: Bytes
     """Bytes of its input that are saved."""
-    saved_output: int
+    saved_output: Bytes
     """Bytes of ``saved`` that belong to the output."""
-    output: int
+    output: Bytes
     """Bytes of its output."""
 
     def seconds(self, kind: TaskKind, checkpoint: CheckpointMode) -> float:
@@ -108,7 +109,7 @@ class SentTensor:
 
     source: int
     users: tuple[int, ...]
-    size: int
+    size: Bytes
     """Bytes."""
     saved_by: tuple[int, ...]
     """Which of source and users keep it for their backward."""
@@ -121,7 +122,7 @@ class TiedTensor:
     """A parameter that several layers use. The first of them owns it."""
 
     users: tuple[int, ...]
-    size: int
+    size: Bytes
     """Bytes."""
     trained: bool
 
@@ -131,11 +132,11 @@ class Measurement:
     """The costs measured with one number of micro-batches, for one micro-batch of that size."""
 
     layers: tuple[LayerCosts, ...]
-    overhead: Mapping[str, float]
+    overhead: Mapping[str, Seconds]
     """Seconds that a task takes in addition to its layers, by the letter of its kind (F, R, B, I, W)."""
-    step: float
+    step: Seconds
     """Seconds of a step before its first task and after its last one."""
-    latency: float
+    latency: Seconds
     """Seconds from the end of a task to the start of a dependent on another device."""
     bandwidth: float
     """Bytes per second between two devices; infinite where tensors are passed without a copy."""
@@ -165,6 +166,21 @@ class Profile:
     """The devices on which it was measured."""
     ties: tuple[TiedTensor, ...] = ()
     """Parameters that layers share."""
+
+    def __post_init__(self) -> None:
+        """Raises ``ProfileError`` for what does not fit the number of layers."""
+        count = len(self.layers)
+        if any(not 0 <= source < user < count for source, user in self.links):
+            raise ProfileError(f"links must join {count} layers, from earlier to later ones, got {list(self.links)}")
+        for tie in self.ties:
+            if len(tie.users) < 2 or not all(0 <= user < count for user in tie.users):
+                raise ProfileError(f"a tied parameter has several users among {count} layers, got {tie.users}")
+        for measured in self.measurements.values():
+            if len(measured.layers) != count:
+                raise ProfileError(f"{len(measured.layers)} layers were measured, {count} are listed")
+            for tensor in measured.sent:
+                if not all(CALLER <= each < count for each in (tensor.source, *tensor.users, *tensor.saved_by)):
+                    raise ProfileError(f"a tensor travels between {count} layers and the caller (-1), got {tensor}")
 
     @property
     def measured(self) -> list[int]:
@@ -298,52 +314,6 @@ class Profile:
     def _borders(self, balance: Sequence[int]) -> list[tuple[int, int]]:
         return list(pairwise([0, *accumulate(check_balance(balance, len(self.layers)))]))
 
-    def document(self) -> dict[str, Any]:
-        """The profile as plain data for ``json.dumps``."""
-        measurements = []
-        for microbatches in self.measured:
-            row = asdict(self.measurements[microbatches])
-            for speed in ("bandwidth", "adding", "host_bandwidth"):  # JSON has no infinity.
-                row[speed] = row[speed] if isfinite(row[speed]) else None
-            measurements.append({"microbatches": microbatches, **row})
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "devices": self.devices,
-            "layers": [asdict(layer) for layer in self.layers],
-            "links": self.links,
-            "ties": [asdict(tensor) for tensor in self.ties],
-            "measurements": measurements,
-        }
-
-    def write(self, path: str | Path) -> None:
-        """Write the profile as JSON; raises ``ProfileError`` if the file cannot be written."""
-        try:
-            Path(path).write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ProfileError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-    @classmethod
-    def read(cls, path: str | Path) -> Profile:
-        """The profile in a file that ``write`` wrote; raises ``ProfileError`` for any other file."""
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ProfileError(f"{path}: cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ProfileError(f"{path}: is not JSON: {error}") from error
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ProfileError(f"{path}: is no profile; 'asyncpipe profile JOB.toml --output FILE' writes one")
-        if document.get("version") != VERSION:
-            raise ProfileError(
-                f"{path}: has version {document.get('version')!r} of the format, this asyncpipe reads {VERSION}; "
-                "measure again with 'asyncpipe profile'"
-            )
-        try:
-            return _parsed(document)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProfileError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
-
 
 def message_sizes(tensors: Sequence[SentTensor], stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
     """By (source, user) of stages: the bytes of ``tensors`` that one sends the other; ``stage_of`` is by layer.
@@ -417,62 +387,3 @@ def _kept(measured: Measurement, start: int, end: int) -> tuple[int, int]:
 
 def _fixed(layer: ProfiledLayer, scale: float) -> float:
     return layer.trained * scale + (layer.parameters - layer.trained) * min(scale, 1.0)
-
-
-def _parsed(document: Mapping[str, Any]) -> Profile:
-    layers = tuple(_made(ProfiledLayer, row) for row in document["layers"])
-    measurements: dict[int, Measurement] = {}
-    for row in document["measurements"]:
-        measured = Measurement(
-            layers=tuple(_made(LayerCosts, costs) for costs in row["layers"]),
-            overhead={TaskKind(letter).value: _number(seconds) for letter, seconds in row["overhead"].items()},
-            step=_number(row["step"]),
-            latency=_number(row["latency"]),
-            bandwidth=inf if row["bandwidth"] is None else _number(row["bandwidth"]),
-            sent=tuple(_sent(each, len(layers)) for each in row["sent"]),
-            adding=inf if row["adding"] is None else _number(row["adding"]),
-            host_bandwidth=inf if row.get("host_bandwidth") is None else _number(row["host_bandwidth"]),
-        )
-        if len(measured.layers) != len(layers):
-            raise ValueError(f"{len(measured.layers)} layers were measured, {len(layers)} are listed")
-        measurements[int(row["microbatches"])] = measured
-    links = tuple((int(source), int(user)) for source, user in document["links"])
-    if any(not 0 <= source < user < len(layers) for source, user in links):
-        raise ValueError(f"links must join {len(layers)} layers, from earlier to later ones, got {list(links)}")
-    ties = tuple(_tied(each, len(layers)) for each in document["ties"])
-    return Profile(layers, links, measurements, tuple(map(str, document["devices"])), ties)
-
-
-def _sent(row: Mapping[str, Any], layers: int) -> SentTensor:
-    tensor = SentTensor(
-        source=int(row["source"]),
-        users=tuple(map(int, row["users"])),
-        size=_number(row["size"]),
-        saved_by=tuple(map(int, row["saved_by"])),
-        memory=int(row["memory"]),
-    )
-    if not all(CALLER <= each < layers for each in (tensor.source, *tensor.users, *tensor.saved_by)):
-        raise ValueError(f"a tensor travels between {layers} layers and the caller (-1), got {dict(row)}")
-    return tensor
-
-
-def _tied(row: Mapping[str, Any], layers: int) -> TiedTensor:
-    tensor = TiedTensor(tuple(map(int, row["users"])), _number(row["size"]), bool(row["trained"]))
-    if len(tensor.users) < 2 or not all(0 <= each < layers for each in tensor.users):
-        raise ValueError(f"a tied parameter has several users among {layers} layers, got {dict(row)}")
-    return tensor
-
-
-def _made(kind: Any, row: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass ``kind`` from ``row``, whose keys must be its fields."""
-    names = [field.name for field in fields(kind)]
-    if sorted(row) != sorted(names):
-        raise ValueError(f"{kind.__name__} needs {', '.join(names)}, got {', '.join(row)}")
-    return kind(**{name: value if name in ("name", "inner") else _number(value) for name, value in row.items()})
-
-
-def _number(value: Any) -> Any:
-    """``value``; raises ``ValueError`` unless it is a finite number, zero or more."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < inf:
-        raise ValueError(f"a cost must be a finite number, zero or more, got {value!r}")
-    return value

@@ -1,29 +1,6 @@
 """A topology: hosts, the devices on them, and the links over which these send each other tensors.
 
-As a TOML file::
-
-    [link]                              between any two hosts, unless [[links]] says otherwise
-    latency = 2e-4                      seconds from the end of a message here to its end there
-    bandwidth = 1.25e9                  bytes per second
-
-    [inside]                            between two devices of a host, unless the host says otherwise
-    latency = 2e-5
-    bandwidth = 8e9
-
-    [[hosts]]
-    name = "host-a"
-    devices = ["cuda:0", "cuda:1"]      they are called host-a/cuda:0 and host-a/cuda:1
-    speeds = [1.0, 0.5]                 the second takes twice as long for the same task; by default 1
-    inside = {bandwidth = 2e11}
-
-    [[hosts]]
-    name = "host-b"
-    devices = ["cuda:0"]
-
-    [[links]]
-    hosts = ["host-a", "host-b"]
-    latency = 5e-3
-    bandwidth = 1e8
+``cli/prediction_files.py`` reads one from a file.
 
 **How a link carries messages.** One after the other, in the order in which they are made: a message of n bytes has the
 link for n / bandwidth, and is there ``latency`` later. The next one begins when the link is free, so messages follow
@@ -33,11 +10,9 @@ host every ordered pair of devices has a link of its own.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncpipe.core.graph.task import Task
@@ -59,9 +34,9 @@ class NetworkLink:
     """Bytes per second."""
 
     def __post_init__(self) -> None:
-        if not _is_number(self.latency) or not 0 <= self.latency < inf:
+        if not 0 <= self.latency < inf:
             raise TopologyError(f"latency must be finite seconds, zero or more, got {self.latency!r}")
-        if not _is_number(self.bandwidth) or not self.bandwidth > 0:
+        if not self.bandwidth > 0:
             raise TopologyError(f"bandwidth must be more than 0 bytes per second, got {self.bandwidth!r}")
 
     def seconds(self, size: float) -> float:
@@ -82,7 +57,7 @@ class Host:
     """Between two of its devices; by default the topology's ``inside``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or "/" in self.name:
+        if not self.name or "/" in self.name:
             raise TopologyError(f"a host needs a name without '/', got {self.name!r}")
         object.__setattr__(self, "devices", _names(f"devices of host {self.name!r}", self.devices))
         speeds = tuple(self.speeds) or (1.0,) * len(self.devices)
@@ -91,7 +66,7 @@ class Host:
                 f"speeds of host {self.name!r} must be one a device, {len(self.devices)}, got {len(speeds)}"
             )
         for speed in speeds:
-            if not _is_number(speed) or not 0 < speed < inf:
+            if not 0 < speed < inf:
                 raise TopologyError(f"a speed of host {self.name!r} must be finite and more than 0, got {speed!r}")
         object.__setattr__(self, "speeds", speeds)
 
@@ -179,43 +154,6 @@ class Topology:
             {pair: link for pair, link in self.links.items() if pair <= left},
         )
 
-    @classmethod
-    def read(cls, path: str | Path) -> Topology:
-        """The topology in a TOML file; raises ``TopologyError``, which names the file, for any other."""
-        try:
-            return cls.parse(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise TopologyError(f"{path}: cannot be read: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise TopologyError(f"{path}: is not UTF-8") from error
-        except tomllib.TOMLDecodeError as error:
-            raise TopologyError(f"{path}: is not TOML: {error}") from error
-        except TopologyError as error:
-            raise TopologyError(f"{path}: {error}") from error
-
-    @classmethod
-    def parse(cls, document: Mapping[str, Any]) -> Topology:
-        """The topology of parsed TOML; raises ``TopologyError``."""
-        _check_keys("the topology", document, "hosts", "link", "inside", "links")
-        rows = _tables("links", document.get("links", []))
-        pairs = []
-        for row in rows:
-            _check_keys("links", row, "hosts", "latency", "bandwidth")
-            pairs.append(frozenset(_names("hosts of a link", row.get("hosts"))))
-            if pairs[-1] in pairs[:-1]:
-                raise TopologyError(f"the link between {' and '.join(sorted(pairs[-1]))} is there twice")
-        inside = _link("inside", document.get("inside", {}), NetworkLink())
-        between = _link("link", document.get("link", {}), NetworkLink())
-        return cls(
-            hosts=tuple(_host(row, inside) for row in _tables("hosts", document.get("hosts", []))),
-            link=between,
-            inside=inside,
-            links={
-                pair: NetworkLink(row.get("latency", between.latency), row.get("bandwidth", between.bandwidth))
-                for pair, row in zip(pairs, rows, strict=True)
-            },
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class TopologyCosts:
@@ -263,45 +201,9 @@ def _nothing(task: Task) -> float:
     return 0.0
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _names(what: str, value: Any) -> tuple[str, ...]:
     """``value`` as a tuple; raises ``TopologyError`` unless it is one or more different names."""
     names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
     if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
         raise TopologyError(f"{what} must be a list of different names, got {value!r}")
     return names
-
-
-def _check_keys(what: str, row: Mapping[str, Any], *known: str) -> None:
-    for key in row:
-        if key not in known:
-            raise TopologyError(f"{what} has no {key!r}; it has {', '.join(known)}")
-
-
-def _tables(what: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise TopologyError(f"{what} must be tables, [[{what}]], got {value!r}")
-    return value
-
-
-def _link(what: str, row: Any, default: NetworkLink) -> NetworkLink:
-    if not isinstance(row, dict):
-        raise TopologyError(f"{what} must be a table with latency and bandwidth, got {row!r}")
-    _check_keys(what, row, "latency", "bandwidth")
-    return NetworkLink(row.get("latency", default.latency), row.get("bandwidth", default.bandwidth))
-
-
-def _host(row: Mapping[str, Any], inside: NetworkLink) -> Host:
-    _check_keys("a host", row, "name", "devices", "speeds", "inside")
-    speeds = row.get("speeds", [])
-    if not isinstance(speeds, list):
-        raise TopologyError(f"speeds of a host must be a list, one a device, got {speeds!r}")
-    return Host(
-        name=row.get("name", ""),
-        devices=row.get("devices", ()),
-        speeds=tuple(speeds),
-        inside=_link("inside of a host", row["inside"], inside) if "inside" in row else None,
-    )

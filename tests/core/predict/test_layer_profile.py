@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
@@ -29,7 +28,7 @@ from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import AsyncpipeError, BalanceError, ProfileError
+from asyncpipe.errors import BalanceError, ProfileError
 
 OVERHEAD = {"F": 0.5, "R": 0.25, "B": 1.0, "I": 0.75, "W": 0.125}
 
@@ -177,78 +176,6 @@ def test_what_was_not_measured_is_an_error_that_lists_what_was():
             ask([2, 1], 6)
     with pytest.raises(BalanceError, match="sums up to 4, but the model has 3 layers"):
         PROFILE.costs([2, 2], 4)
-
-
-# Files
-
-
-def test_a_file_keeps_everything(tmp_path):
-    endless = replace(PROFILE.measurements[4], bandwidth=inf)
-    profile = replace(PROFILE, measurements={4: PROFILE.measurements[4], 16: endless})
-    for each in (profile, SKIPPING):
-        each.write(tmp_path / "profile.json")
-        assert Profile.read(tmp_path / "profile.json") == each
-
-
-def damaged(change: str) -> str:
-    document = json.loads(json.dumps(SKIPPING.document() if change.startswith("tensors") else PROFILE.document()))
-    if change == "tensors: of no layer":
-        document["measurements"][0]["sent"][0]["users"] = [7]
-    elif change == "tensors: a tie of one":
-        document["ties"][0]["users"] = [1]
-    elif change == "a negative time":
-        document["measurements"][0]["step"] = -1.0
-    elif change == "a cost that is no number":
-        document["measurements"][0]["layers"][0]["forward"] = "fast"
-    elif change == "a missing key":
-        del document["layers"][1]["trained"]
-    elif change == "a layer too few":
-        document["layers"].pop()
-    elif change == "a link backwards":
-        document["links"] = [(1, 0)]
-    elif change == "an unknown kind":
-        document["measurements"][0]["overhead"]["X"] = 1.0
-    elif change == "another version":
-        document["version"] = 7
-    elif change == "another format":
-        document["format"] = "something else"
-    return json.dumps(document)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("a negative time", "is damaged: ValueError: a cost must be a finite number, zero or more, got -1.0"),
-        ("a cost that is no number", "is damaged: ValueError: .*got 'fast'"),
-        (
-            "a missing key",
-            "is damaged: ValueError: ProfiledLayer needs name, parameters, trained, inner, got name, parameters, inner",
-        ),
-        ("a layer too few", "is damaged: ValueError: 3 layers were measured, 2 are listed"),
-        ("a link backwards", r"is damaged: ValueError: links must join 2?3 layers.* got \[\(1, 0\)\]"),
-        ("tensors: of no layer", "is damaged: ValueError: a tensor travels between 3 layers and the caller"),
-        ("tensors: a tie of one", "is damaged: ValueError: a tied parameter has several users among 3 layers"),
-        ("an unknown kind", "is damaged: ValueError: 'X' is not a valid TaskKind"),
-        ("another version", "has version 7 of the format, this asyncpipe reads 2"),
-        ("another format", "is no profile; 'asyncpipe profile"),
-    ],
-)
-def test_a_damaged_file_is_refused(tmp_path, change, message):
-    path = tmp_path / "profile.json"
-    path.write_text(damaged(change), encoding="utf-8")
-    with pytest.raises(ProfileError, match=message) as caught:
-        Profile.read(path)
-    assert str(caught.value).startswith(f"{path}: ")
-
-
-def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
-    with pytest.raises(AsyncpipeError, match="cannot be read: No such file"):
-        Profile.read(tmp_path / "nothing.json")
-    (tmp_path / "text.json").write_text("F=1", encoding="utf-8")
-    with pytest.raises(AsyncpipeError, match="is not JSON"):
-        Profile.read(tmp_path / "text.json")
-    with pytest.raises(AsyncpipeError, match="cannot be written: No such file"):
-        PROFILE.write(tmp_path / "nowhere" / "profile.json")
 
 
 # From journals

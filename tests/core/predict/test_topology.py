@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from asyncpipe.core.predict.topology import Host, NetworkLink, Topology, Topolog
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import DeviceError, TopologyError
+from asyncpipe.errors import DeviceError
 
 NAMES = ["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zbv"]
 FREE = NetworkLink()
@@ -157,68 +156,3 @@ def test_a_device_that_no_host_has_is_refused() -> None:
     graph = lower(find_schedule("1f1b"), Shape(2, 2, 2))
     with pytest.raises(DeviceError, match="has no device 'dev:0'; it has a/cpu:0, b/cpu:0"):
         simulate(graph, TopologyCosts(costs_of(2), PAIR))
-
-
-# Files
-
-FILE = """
-[link]
-latency = 0.5
-bandwidth = 100
-
-[inside]
-bandwidth = 1e9
-
-[[hosts]]
-name = "a"
-devices = ["cpu:0", "cpu:1"]
-speeds = [1.0, 0.5]
-inside = {latency = 0.25}
-
-[[hosts]]
-name = "b"
-devices = ["cpu:0"]
-
-[[links]]
-hosts = ["b", "a"]
-latency = 2
-"""
-
-
-def test_a_file_says_hosts_devices_and_links(tmp_path: Path) -> None:
-    (tmp_path / "hosts.toml").write_text(FILE)
-    found = Topology.read(tmp_path / "hosts.toml")
-    assert found.devices == ("a/cpu:0", "a/cpu:1", "b/cpu:0")
-    assert [*found.speeds.values()] == [1.0, 0.5, 1.0]
-    assert found.route("a/cpu:1", "a/cpu:0") == (("a/cpu:1", "a/cpu:0"), NetworkLink(0.25, 1e9))
-    assert found.route("b/cpu:0", "a/cpu:0") == (("b", "a"), NetworkLink(2, 100))
-    assert found.ordered(["b"]) == Topology(found.hosts[1:], found.link, found.inside)
-    assert found.ordered(["b", "a"]).devices == ("b/cpu:0", "a/cpu:0", "a/cpu:1")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("latency = 0.5", "latency = -1", "latency must be finite seconds, zero or more, got -1"),
-        ("bandwidth = 100", "bandwidth = 0", "bandwidth must be more than 0 bytes per second, got 0"),
-        ("bandwidth = 100", "width = 7", "link has no 'width'; it has latency, bandwidth"),
-        ("speeds = [1.0, 0.5]", "speeds = [1.0]", "speeds of host 'a' must be one a device, 2, got 1"),
-        ("speeds = [1.0, 0.5]", "speeds = [1.0, 0]", "a speed of host 'a' must be finite and more than 0, got 0"),
-        ('name = "b"', 'name = "a"', "hosts must be a list of different names"),
-        ('name = "b"', 'name = "b/c"', "a host needs a name without '/', got 'b/c'"),
-        ('devices = ["cpu:0"]', "devices = []", "devices of host 'b' must be a list of different names"),
-        ('hosts = ["b", "a"]', 'hosts = ["b", "x"]', "a link joins two of the hosts a, b, got b and x"),
-        ("[[hosts]]", "[hosts", "is not TOML"),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, old: str, new: str, message: str) -> None:
-    path = tmp_path / "hosts.toml"
-    path.write_text(FILE.replace(old, new, 1))
-    with pytest.raises(TopologyError, match=r"hosts\.toml: ") as raised:
-        Topology.read(path)
-    assert message in str(raised.value)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TopologyError, match=r"none\.toml: cannot be read: No such file"):
-        Topology.read(tmp_path / "none.toml")
