@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards docs look pictures bench campaigns soak differential architectures padding faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
+.PHONY: train test lint node dashboards docs bench campaigns soak differential architectures padding faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -27,15 +27,9 @@ tests/node/node_modules/.installed: tests/node/package.json
 dashboards: .venv/installed
 	$(BIN)/python -m dashboards.build
 
-# The documentation as a site, in build/site; without a network. `make look` opens every page in Chromium, narrow and wide.
+# The documentation as a site, in build/site; without a network.
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-
-look: docs
-	$(BIN)/python -m website.look
-
-pictures: .venv/installed
-	$(BIN)/python -m website.pictures --live
 
 bench: .venv/installed
 	$(BIN)/asyncpipe bench overhead

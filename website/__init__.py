@@ -2,13 +2,12 @@
 
 Start with ``hooks.py``, which mkdocs calls. Then:
 
-    pages.py        which files of the repository are pages, their links and the navigation
+    pages.py        which files of the repository are pages, and their links
     dialect.py      Markdown as repository hosts read it, for the parser of the site
     docstrings.py   docstrings as Markdown, with links between names
     reference.py    which public names the reference must show, and which it shows
     commands.py     the page of commands, from their parsers
-    pictures/       draws the pictures of docs/: ``python -m website.pictures``
 
 Pages are read on repository hosts as well, so what a page says is in its file. Only what is written elsewhere already
-(docstrings, the texts of commands, the titles of results) is filled in here. This folder is no part of the package.
+(docstrings and the texts of commands) is filled in here. This folder is no part of the package.
 """

@@ -1,4 +1,4 @@
-"""Which files of the repository are pages of the site, how they link to each other, and the navigation.
+"""Which files of the repository are pages of the site, and how they link to each other.
 
 A page of ``docs/`` keeps its path. ``README.md`` is the first page. Any other file that a page links to is a page as
 well, below ``repository/``: Markdown as it is, anything else as code. So a link is right on a repository host, and on
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 __all__ = [
-    *("ROOT", "anchors", "beside", "expanded", "headings", "links", "named", "outside"),
-    *("relinked", "source_page", "target", "unlisted", "unnamed"),
+    *("ROOT", "anchors", "beside", "headings", "links", "outside", "prose", "relinked", "source_page", "target"),
 ]
 
 ROOT = Path(__file__).parents[1]
@@ -159,53 +157,3 @@ def anchors(markdown: str) -> set[str]:
         number = slugs[slug] = slugs.get(slug, -1) + 1
         found.add(f"{slug}-{number}" if number else slug)
     return found
-
-
-def expanded(nav: Sequence[Any], pages: Iterable[str]) -> list[Any]:
-    """``nav`` with each entry that has a ``*`` replaced by the pages that match it and that nothing else names.
-
-    Pages that begin with a date are given newest first.
-    """
-    taken = set(named(nav))
-    free = sorted(set(pages) - taken)
-
-    def walk(entries: Sequence[Any]) -> Iterator[Any]:
-        for entry in entries:
-            if isinstance(entry, Mapping):
-                yield {name: list(walk(below)) if isinstance(below, list) else below for name, below in entry.items()}
-            elif "*" in entry:
-                rule = re.compile(re.escape(entry).replace(r"\*", "[^/]*"))
-                found = [page for page in free if rule.fullmatch(page)]
-                dated = [page for page in found if re.match(r"\d{4}-", posixpath.basename(page))]
-                yield from [page for page in found if page not in dated] + dated[::-1]
-            else:
-                yield entry
-
-    return list(walk(nav))
-
-
-def unlisted(index: str, pages: Mapping[str, str]) -> str:
-    """A table of the ``pages``, by name, that ``index`` does not link to, newest first: their titles and headings."""
-    found = sorted(pages.keys() - {link.partition("#")[0] for link in links(index)}, reverse=True)
-    if not found:
-        return ""
-    rows = []
-    for name in found:
-        title, *parts = headings(pages[name])
-        rows.append(f"| [{title}]({name}) | {'; '.join(parts).replace('|', '')} |")
-    return "\n".join(["", "## Newer pages", "", "| page | has |", "|---|---|", *rows, ""])
-
-
-def unnamed(nav: Sequence[Any], pages: Iterable[str]) -> list[str]:
-    """The pages that ``nav`` does not have."""
-    return sorted(set(pages) - set(named(nav)))
-
-
-def named(nav: Sequence[Any]) -> Iterator[str]:
-    """The pages that ``nav`` names by their paths."""
-    for entry in nav:
-        for below in entry.values() if isinstance(entry, Mapping) else [entry]:
-            if isinstance(below, list):
-                yield from named(below)
-            elif "*" not in below:
-                yield below

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from inspect import getdoc, isclass, isroutine
 from pathlib import Path
+from types import ModuleType
 
 from website.pages import ROOT
 
@@ -60,12 +61,15 @@ def wanted() -> set[str]:
     """The full names that the reference must show."""
     names = {f"asyncpipe.{name}" for name in import_module("asyncpipe").__all__ if not name.startswith("_")}
     names |= {
-        f"asyncpipe.{module}.{name}"
-        for module in WHOLE
-        for name in import_module(f"asyncpipe.{module}").__all__
-        if not name.startswith("_")
+        f"asyncpipe.{module}.{name}" for module in WHOLE for name in _exported(import_module(f"asyncpipe.{module}"))
     }
     return names | {f"asyncpipe.{name}" for name in PLUG_INS}
+
+
+def _exported(module: ModuleType) -> Iterator[str]:
+    """The names in ``__all__``, or else the public classes that the module defines."""
+    own = (name for name, value in vars(module).items() if isclass(value) and value.__module__ == module.__name__)
+    yield from (name for name in getattr(module, "__all__", own) if not name.startswith("_"))
 
 
 def shown(folder: Path = PAGES) -> dict[str, str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from markdown import markdown
 from markdown_it import MarkdownIt
-from mkdocs.utils.yaml import yaml_load
 
 from website import reference
 from website.commands import commands_page, help_text
@@ -19,21 +18,15 @@ from website.pages import (
     ROOT,
     anchors,
     beside,
-    expanded,
     links,
     outside,
     relinked,
     source_page,
     target,
-    unlisted,
-    unnamed,
 )
-from website.pictures import drawn
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-with (ROOT / "mkdocs.yml").open(encoding="utf-8") as file:
-    NAV = yaml_load(file)["nav"]
 
 
 def text(path: str) -> str:
@@ -87,23 +80,6 @@ def test_an_example_is_shown_with_its_files():
     assert "def build(" in page
 
 
-def test_every_page_is_in_the_navigation():
-    nav = expanded(NAV, PAGES)
-    assert unnamed(nav, PAGES) == []
-    new = ["results/2030-01-01-a.md", "results/2030-01-02-b.md", "a-new-page.md"]
-    assert unnamed(expanded(NAV, [*PAGES, *new]), [*PAGES, *new]) == []
-    (results,) = [entry["Results"] for entry in expanded(NAV, [*PAGES, *new]) if "Results" in entry]
-    assert results[1:3] == [new[1], new[0]]
-    assert unnamed(NAV, [*PAGES, "far/away.md"])[-1] in PAGES  # a glob names nothing before it is expanded
-
-
-def test_new_results_are_listed():
-    pages = {"2030-01-02-b.md": "# B\n\n## One\n\n## Two", "2030-01-01-a.md": "# A", "old.md": "# Old"}
-    table = unlisted("[old](old.md#here)", pages).splitlines()
-    assert table[-2:] == ["| [B](2030-01-02-b.md) | One; Two |", "| [A](2030-01-01-a.md) |  |"]
-    assert unlisted("[old](old.md)", {"old.md": "# Old"}) == ""
-
-
 def test_the_reference_shows_every_public_name(tmp_path: Path):
     assert reference.missing() == set(), "give each a line `::: asyncpipe.Name` in a page of docs/reference"
     (tmp_path / "some.md").write_text("::: asyncpipe.Pipeline\n", encoding="utf-8")
@@ -130,10 +106,6 @@ def test_a_page_reads_the_same_on_a_repository_host_and_on_the_site(page):
     site = markdown(for_site(source), extensions=["tables", "pymdownx.superfences", "pymdownx.highlight"])
     tags = r"<(h\d|li|table|td|pre|ol|ul|img)\b"
     assert Counter(re.findall(tags, site)) == Counter(re.findall(tags, host))
-
-
-def test_pictures_are_as_they_are_drawn():
-    assert {name for name, picture in drawn().items() if text(f"docs/{name}") != picture} == set()
 
 
 def test_commands_are_shown_with_their_texts():
