@@ -353,7 +353,7 @@ def _work(names: Sequence[str], microbatches: int, observed: bool) -> dict[str, 
         targets = pieces if name == names[-1] else nothing
         part = StepWork(
             *(0, microbatches, Phase.STEP, True, plan, True, context, None),
-            *(takes, None, targets, None, False, observed, None),
+            *(takes, None, targets, False, observed, None),
         )
         work[name] = to_buffers(part, "the mini-batch")
     return work

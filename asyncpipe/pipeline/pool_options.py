@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
 from asyncpipe.core.checks import check_choice, check_positive
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from asyncpipe.runtime.executor import Executor
     from asyncpipe.runtime.workers.launcher import Launcher
 
-__all__ = ["PoolOptions", "takes"]
+__all__ = ["CONTROLLERS_ONLY", "PoolOptions", "takes"]
+
+CONTROLLERS_ONLY = "controllers_only"
+"""In the metadata of an option: the pool of a worker does not have it."""
 
 _Parameters = ParamSpec("_Parameters")
 _Self = TypeVar("_Self")
@@ -29,7 +32,7 @@ _Made = TypeVar("_Made")
 class PoolOptions:
     """How a device pool runs tasks. Raises ``OptionError`` for a value that is not allowed."""
 
-    loop: Literal["running", "own"] = "running"
+    loop: Literal["running", "own"] = field(default="running", metadata={CONTROLLERS_ONLY: True})
     """``"running"`` drives steps on the event loop that opens the pool. ``"own"`` drives them on a loop in a separate
     thread, which a caller that blocks its own loop cannot delay."""
     in_flight: int = 16
@@ -40,22 +43,24 @@ class PoolOptions:
     policy: MakePolicy | None = None
     """Makes the policy of a lane, which decides the ready task that runs there next; see ``asyncpipe.Policy``. By
     default one pipeline runs its schedule's order or rule, and several get fair shares."""
-    workers: str | Mapping[str, str] | Launcher = "threads"
+    workers: str | Mapping[str, str] | Launcher = field(default="threads", metadata={CONTROLLERS_ONLY: True})
     """Where the devices' threads are: ``"threads"`` of this process, or worker ``"processes"`` of this machine, one for
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
     ``"ray"`` and ``"torchrun"`` are ``RayWorkers()`` and ``TorchrunWorkers()``, and any launcher (``Launcher``) may be
     given. With workers the loop is always the pool's own."""
-    transport: Literal["shared_memory", "gloo", "nccl"] = "shared_memory"
+    transport: Literal["shared_memory", "gloo", "nccl"] = field(
+        default="shared_memory", metadata={CONTROLLERS_ONLY: True}
+    )
     """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` on one machine, and by
     gloo between two; by ``"gloo"`` everywhere; or by ``"nccl"`` from device to device, where each worker has one CUDA
     device. By the others, tensors of CUDA devices travel through the host."""
-    interface: str | None = None
+    interface: str | None = field(default=None, metadata={CONTROLLERS_ONLY: True})
     """Where workers of other machines reach a worker: the name of a network interface (``"eth0"``), one of its
     addresses, or a network that it is in (``"10.1.0.0/16"``). By default where the controller
     reaches it."""
-    worker_path: Sequence[str] = ()
+    worker_path: Sequence[str] = field(default=(), metadata={CONTROLLERS_ONLY: True})
     """Folders in which workers look for modules before those of ``sys.path``."""
-    executors: Callable[[str], Executor] | None = None
+    executors: Callable[[str], Executor] | None = field(default=None, metadata={CONTROLLERS_ONLY: True})
     """Makes the executor of a device from the device's name; by default a thread (see also ``asyncpipe.testing``)."""
 
     def __post_init__(self) -> None:

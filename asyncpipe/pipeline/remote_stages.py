@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,25 +27,9 @@ from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.edge_paths import EdgePaths
 from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs
-from asyncpipe.pipeline.wire_messages import (
-    ChangeSchedule,
-    CopyStages,
-    Flags,
-    GetState,
-    GiveUp,
-    LoadPipeline,
-    MakeBatch,
-    OpenedDoor,
-    PartResult,
-    Pieces,
-    PutState,
-    ReadStages,
-    Scalars,
-    StepWork,
-    Unload,
-    WriteCopies,
-)
+from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Pieces, Scalars, StepWork
 from asyncpipe.pipeline.workers import Workers, check_transport
+from asyncpipe.runtime.part_messages import Call
 from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver
 from asyncpipe.runtime.parts_execution import PartsExecution, PlacedPipeline
 from asyncpipe.runtime.step_driver import Tenant
@@ -99,7 +84,11 @@ class RemoteStages:
         self._names: Mapping[str, NamedState] = {}
         """What the model's state has, once it is loaded."""
         self._epoch = 0
+        """One more after each step that was undone. Read by who prepares a step, on any thread."""
+        self._settling = threading.Lock()
+        """Held by who makes it larger."""
         self._flags: Flags | None = None
+        """What the workers have."""
         self._trains = _flags(parts.module).requires_grad
 
     @property
@@ -156,7 +145,7 @@ class RemoteStages:
         """Leave nothing in workers of a pipeline that could not be loaded in all."""
         for connection in self._connections.values():
             with suppress(WorkerLostError):
-                connection.send(GiveUp(self._number), urgent=True)
+                connection.send(Call(self._number, "give_up"), urgent=True)
         await asyncio.gather(*asked, return_exceptions=True)
         await self.unload()
 
@@ -215,10 +204,12 @@ class RemoteStages:
                 self.driver.forget(self._placed)
             for made in self._fetches.values():
                 made.cancel()
-            await self._ask_all(Unload(self._number), raises=False)
+            await self._ask_all("unload", raises=False)
 
-    async def _ask_all(self, message: object, *, raises: bool = True) -> list[Any]:
-        asked = (connection.ask(message) for connection in self._connections.values())
+    async def _ask_all(self, method: str, *arguments: object, raises: bool = True) -> list[Any]:
+        """The answers of all workers, whose ``Resident`` has the method."""
+        call = Call(self._number, method, arguments)
+        asked = (connection.ask(call) for connection in self._connections.values())
         answers = await asyncio.gather(*asked, return_exceptions=not raises)
         return list(answers)
 
@@ -226,8 +217,7 @@ class RemoteStages:
 
     def work(self, inputs: StepInputs, *, overlaps: bool) -> PreparedWork:
         """What each worker needs for a step, on the caller's thread. Raises ``OptionError`` for what cannot be sent."""
-        flags, settings = _flags(self._parts.module), ProcessSettings.current()
-        changed = None if flags == self._flags else flags
+        settings = ProcessSettings.current()
         plan = replace(inputs.plan, loss=None)
         last = self._parts.resources.stages[-1].index
         work: dict[str, Sequence[PickleBuffer]] = {}
@@ -249,13 +239,12 @@ class RemoteStages:
                 Pieces.of(takes if stage is None else [each[stage] for each in takes]),
                 stage,
                 targets,
-                changed,
                 overlaps,
                 bool(self._tenant.observers.shown),
                 inputs.number if name in self._fed_workers else None,
             )
             work[name] = to_buffers(part, "the mini-batch")
-        return PreparedWork(work, flags)
+        return PreparedWork(work, _flags(self._parts.module))
 
     async def fed(self, number: int) -> CutInputs:
         """Have the workers of the first and the last stage make a mini-batch, and then begin with the next one.
@@ -282,7 +271,7 @@ class RemoteStages:
         self._fetches[number].add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _made(self, number: int) -> CutInputs:
-        message = MakeBatch(self._number, number)
+        message = Call(self._number, "make_batch", (number,))
         answers = await asyncio.gather(*[self._connections[name].ask(message) for name in self._fed_workers])
         seen = [(tuple(made.sizes), made.has_target) for made in answers]
         if len(set(seen)) > 1:
@@ -306,7 +295,8 @@ class RemoteStages:
         for name, buffers in work.by_worker.items():
             placed[name] = buffers if (memory := memories[name]) is None else memory.put(buffers)
         try:
-            started = self._workers.driver.start(self._placed, graph, placed, after=after)
+            changed = None if work.flags == self._flags else Call(self._number, "set_flags", (work.flags,))
+            started = self._workers.driver.start(self._placed, graph, placed, after=after, first=changed)
         except BaseException:
             for name, memory in memories.items():
                 if memory is not None:
@@ -330,7 +320,8 @@ class RemoteStages:
     def settle(self, execution: PartsExecution, *, keep: bool) -> None:
         """Tell the workers to keep what the step has left, or to undo it. From any thread."""
         if not keep:
-            self._epoch += 1
+            with self._settling:
+                self._epoch += 1
         self.driver.settle(execution, keep=keep)
 
     # Between steps
@@ -359,7 +350,7 @@ class RemoteStages:
 
     async def state(self) -> dict[str, Any]:
         """The state of the unsplit model, with its names in its order."""
-        found = await self._gathered(GetState(self._number))
+        found = await self._gathered("states.model")
         state = self._parts.module.state_dict()
         for name, named in self._names.items():
             state[name] = found[named.first]
@@ -368,7 +359,7 @@ class RemoteStages:
     async def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load a state of the unsplit model."""
         self._check_state(state, strict=strict)
-        await self._put(state, optimizers=False)
+        await self._put("states.load_model", state)
 
     def _check_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         known = self._parts.module.state_dict()
@@ -382,29 +373,29 @@ class RemoteStages:
 
     async def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """What the optimizers remember, by name of the parameter."""
-        found = await self._gathered(GetState(self._number, optimizers=True))
+        found = await self._gathered("states.optimizers")
         return {name: found[name] for name, _ in self._parts.module.named_parameters() if name in found}
 
     async def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the optimizers what to remember, by name of the parameter."""
-        await self._put(states, optimizers=True)
+        await self._put("states.load_optimizers", states)
 
-    async def _put(self, state: Mapping[str, Any], *, optimizers: bool) -> None:
+    async def _put(self, method: str, state: Mapping[str, Any]) -> None:
         """Give each worker what concerns it."""
         stage_of = {name: named.stage for name, named in self._names.items()}
         messages = {}
         for worker, stages in self._owned.items():
             own = {name: value for name, value in state.items() if stage_of.get(name) in stages}
-            messages[worker] = pack(PutState(self._number, to_buffers(own, "the state"), optimizers))
+            messages[worker] = pack(Call(self._number, method, (to_buffers(own, "the state"),)))
         await asyncio.gather(*[self._connections[worker].ask(message) for worker, message in messages.items()])
 
     async def copy_stages(self) -> None:
         """Have each worker copy the states of its stages."""
-        await self._ask_all(CopyStages(self._number))
+        await self._ask_all("states.copy")
 
     async def write_copies(self, folder: Path) -> dict[str, str]:
         """Have each worker write its copies; the SHA-256 of each file, by name. Nobody writes any more when it ends."""
-        answers = await self._ask_all(WriteCopies(self._number, folder), raises=False)
+        answers = await self._ask_all("states.write_copies", folder, raises=False)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if errors:
             raise errors[0]
@@ -413,20 +404,19 @@ class RemoteStages:
     async def read_stages(self, stored: StoredStages, state: Mapping[str, Any]) -> None:
         """Have each worker read what it needs. ``state`` is that of the unsplit model in the same files."""
         self._check_state(state, strict=True)
-        await self._ask_all(ReadStages(self._number, stored))
+        await self._ask_all("states.read", stored)
 
-    async def _gathered(self, message: GetState) -> dict[str, Any]:
+    async def _gathered(self, method: str) -> dict[str, Any]:
         """What the workers have. One is asked at a time."""
         found: dict[str, Any] = {}
         for connection in self._connections.values():
-            found.update(from_buffers(await connection.ask(message)))
+            found.update(from_buffers(await connection.ask(Call(self._number, method))))
         return found
 
     async def change_schedule(self) -> None:
         """Have the workers follow the schedule that the controller follows now."""
         if self._is_loaded:
-            schedule = to_wire(self._parts.graphs.schedule, "the schedule")
-            await self._ask_all(ChangeSchedule(self._number, schedule))
+            await self._ask_all("change_schedule", to_wire(self._parts.graphs.schedule, "the schedule"))
 
 
 async def _all_answer(asked: Iterable[asyncio.Future[Any]]) -> None:

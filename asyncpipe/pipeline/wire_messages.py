@@ -1,5 +1,7 @@
 """What the controller and a worker say to each other of a pipeline, besides its steps (``runtime/part_messages.py``).
 
+What is a plain call of a method there is a ``Call``.
+
 Models, inputs, results and states are bytes or buffers here (``ops/device/wire.py``), made where their errors can be
 raised.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,29 +20,18 @@ from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.policies.share import Share
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.process_settings import ProcessSettings
-from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.runtime.workers.launcher import Address
 
 __all__ = [
-    "ChangeSchedule",
-    "CopyStages",
     "Flags",
-    "GetState",
-    "GiveUp",
     "LoadPipeline",
-    "MakeBatch",
     "OpenDoor",
     "OpenedDoor",
     "PartResult",
     "Pieces",
-    "PutState",
-    "ReadStages",
-    "ReshapeEdges",
     "Scalars",
     "StepWork",
-    "Unload",
-    "WriteCopies",
 ]
 
 
@@ -104,87 +94,6 @@ class OpenedDoor(NamedTuple):
 
     local: str | None
     remote: tuple[str, int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Controller: not all workers can load the pipeline, so wait for no edges. The answer is ``None``."""
-
-    pipeline: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unload:
-    """Controller: the pipeline is closed. The answer is ``None``."""
-
-    pipeline: int
-
-
-@dataclass(frozen=True, slots=True)
-class GetState:
-    """Controller: the answer is the state of the own stages, as buffers: their own memory, while no step runs."""
-
-    pipeline: int
-    optimizers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PutState:
-    """Controller: take over what concerns the own stages of a state. The answer is ``None``."""
-
-    pipeline: int
-    state: Sequence[Any] = field(repr=False)
-    """Buffers."""
-    optimizers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStages:
-    """Controller: copy the states of the own stages, for ``WriteCopies``. The answer is ``None``."""
-
-    pipeline: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteCopies:
-    """Controller: write the copies to files in a folder. The answer is the SHA-256 of each file, by name."""
-
-    pipeline: int
-    folder: Path
-
-
-@dataclass(frozen=True, slots=True)
-class ReadStages:
-    """Controller: take over what concerns the own stages of states in files. The answer is ``None``."""
-
-    pipeline: int
-    stored: StoredStages
-
-
-@dataclass(frozen=True, slots=True)
-class MakeBatch:
-    """Controller: have the feed make the mini-batch of a step, and keep what the own stages take of it.
-
-    The answer is a ``CutInputs`` without tensors.
-    """
-
-    pipeline: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeSchedule:
-    """Controller: use another schedule. The answer is ``None``."""
-
-    pipeline: int
-    schedule: bytes = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ReshapeEdges:
-    """Controller: edges between workers of these names have other shapes from now on. The answer is ``None``."""
-
-    shapes: Mapping[tuple[str, str], EdgeShape]
 
 
 class Flags(NamedTuple):
@@ -262,12 +171,10 @@ class StepWork(NamedTuple):
     """As ``StepInputs.takes``; or where all micro-batches have one value for one stage, these, of ``stage``."""
     stage: int | None
     targets: Pieces
-    flags: Flags | None
-    """``None`` if they are those of the last step."""
     overlaps: bool
     is_observed: bool
     number: int | None
-    """Of the mini-batch that the feed has made here (``MakeBatch``), in place of ``takes`` and ``targets``."""
+    """Of the mini-batch that the feed has made here (``make_batch``), in place of ``takes`` and ``targets``."""
 
 
 class Scalars(NamedTuple):

@@ -23,9 +23,8 @@ from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import to_wire
-from asyncpipe.pipeline.pool_options import PoolOptions
-from asyncpipe.pipeline.wire_messages import ReshapeEdges
-from asyncpipe.runtime.part_messages import EdgeBroken, PartEnded, received
+from asyncpipe.pipeline.pool_options import CONTROLLERS_ONLY, PoolOptions
+from asyncpipe.runtime.part_messages import Call, EdgeBroken, PartEnded, received
 from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
@@ -41,9 +40,6 @@ STARTS = 3
 """How often what is missing is started: a worker may be lost while others start, which takes seconds."""
 
 _LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {"ray": RayWorkers, "torchrun": TorchrunWorkers}
-
-_OF_THE_CONTROLLER = ("loop", "workers", "transport", "interface", "worker_path", "executors")
-"""Options of a pool that a worker's pool does not have."""
 
 
 def assign_workers(devices: Sequence[Device], workers: str | Mapping[str, str] | Launcher) -> dict[str, str]:
@@ -128,7 +124,7 @@ class Workers:
         values = {
             each.name: getattr(self._options, each.name)
             for each in fields(PoolOptions)
-            if each.name not in _OF_THE_CONTROLLER
+            if not each.metadata.get(CONTROLLERS_ONLY)
         }
         return to_wire(values, "policy")
 
@@ -158,7 +154,8 @@ class Workers:
             raise OptionError("edges are reshaped in a pool that shape_edges was called for before it opened")
         self.edge_shapes.update(shapes)
         receivers = {receiver for _, receiver in shapes} & self.up.keys()
-        await asyncio.gather(*(self.up[each].ask(ReshapeEdges(shapes), urgent=True) for each in receivers))
+        reshape = Call(None, "links.reshape", (shapes,))
+        await asyncio.gather(*(self.up[each].ask(reshape, urgent=True) for each in receivers))
 
     @property
     def interface(self) -> str | None:

@@ -15,7 +15,7 @@ from asyncpipe.errors import EdgeError
 from asyncpipe.runtime.workers.remote_errors import portable_error, with_remote_text
 from asyncpipe.shared_memory import Place
 
-__all__ = ["EdgeBroken", "EndStep", "PartEnded", "StartPart", "StopPart", "on_clock", "portable", "received"]
+__all__ = ["Call", "EdgeBroken", "PartEnded", "StartPart", "on_clock", "portable", "received"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,17 @@ class StartPart:
 
 
 @dataclass(frozen=True, slots=True)
-class StopPart:
-    """Controller: begin no more tasks of a step, and of those that follow it."""
+class Call:
+    """Controller: call a method of what runs a pipeline's steps in the worker. The answer is what it returns.
 
-    step: int
+    ``stop(step)`` begins no more tasks of a step, and of those that follow it; ``settle(step, keep)`` keeps what a step
+    has left in gradients and buffers, or undoes it. Others are known to who makes and serves the pipeline.
+    """
+
+    pipeline: int | None
+    """``None``: all that there are."""
+    method: str
+    arguments: tuple[Any, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +62,6 @@ class PartEnded:
     """In the worker, of the errors above in their order."""
     use: WorkerUse | None = None
     """What the worker tells of itself, if somebody is to see it."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndStep:
-    """Controller: keep what a step has left in gradients and buffers, or undo it."""
-
-    step: int
-    keep: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ and asks what each is at where nothing happens (``HangSearch``)::
 
     start ──▶ StartPart to each worker ──▶ PartEnded of each ──▶ futures, observers
                           │ the first that failed, a lost worker, or a cancellation
-                          └──▶ StopPart to the others
+                          └──▶ Call("stop") to the others
 
 Everything runs on one loop.
 """
@@ -26,7 +26,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import EdgeError, HangError, WorkerLostError
 from asyncpipe.runtime.hang_search import HangSearch
-from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, on_clock
+from asyncpipe.runtime.part_messages import Call, PartEnded, StartPart, on_clock
 from asyncpipe.runtime.parts_execution import PartsExecution, PlacedPipeline, WorkerLink
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.step_driver import StepDriver
@@ -64,11 +64,12 @@ class PartsDriver(StepDriver[PartsExecution]):
         work: Mapping[str, object],
         *,
         after: PartsExecution | None = None,
+        first: Call | None = None,
     ) -> PartsExecution:
         """Begin one step of ``graph``, behind ``after`` if that is given, which may be under way.
 
-        ``work`` has for each worker what its part computes with. Raises ``PipelineClosedError`` or
-        ``WorkerLostError`` before anything runs.
+        ``work`` has for each worker what its part computes with; ``first`` is called there before. Raises
+        ``PipelineClosedError`` or ``WorkerLostError`` before anything runs.
         """
         self._check_open(pipeline.tenant)
         workers: dict[str, WorkerLink] = {}
@@ -86,6 +87,8 @@ class PartsDriver(StepDriver[PartsExecution]):
         execution.follows = follows = self._begin(execution, after)
         self._search.begin(execution)
         for name, worker in workers.items():
+            if first is not None:
+                worker.send(first)
             worker.send(StartPart(pipeline.number, execution.number, follows, work[name]))
         return execution
 
@@ -99,11 +102,12 @@ class PartsDriver(StepDriver[PartsExecution]):
 
     def _stop_parts(self, event: Event, *, wake: bool = True, at: float | None = None) -> None:
         if (step := self._under_way.get(event.step)) is not None:
-            _tell(step, StopPart(step.number), [worker for worker in step.workers if worker not in step.ended])
+            running = [worker for worker in step.workers if worker not in step.ended]
+            _tell(step, Call(step.pipeline.number, "stop", (step.number,)), running)
 
     def settle(self, execution: PartsExecution, *, keep: bool) -> None:
         """A step has ended: have its workers keep what it has left there, or undo it. From any thread."""
-        _tell(execution, EndStep(execution.number, keep), execution.workers)
+        _tell(execution, Call(execution.pipeline.number, "settle", (execution.number, keep)), execution.workers)
 
     def close(self) -> None:
         self.is_closed = True

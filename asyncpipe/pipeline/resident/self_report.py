@@ -27,7 +27,7 @@ def running_reports(driver: Driver, residents: Mapping[int, Resident], asked: in
     for each in driver.running():
         number, task = each.execution.number, each.execution.graph.tasks[each.task]
         resident = residents.get(number)
-        step = None if resident is None else resident.step(number)
+        step = None if resident is None else resident.links.steps.get(number)
         if step is None:
             continue  # It has ended for the controller.
         whose = ""

@@ -5,31 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from asyncpipe.core.hangs.reports import AskedFor, WorkerReport
 from asyncpipe.core.records.step_notes import StepNotes
-from asyncpipe.ops.device.wire import from_buffers, from_wire
+from asyncpipe.ops.device.wire import from_wire
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.resident.resident import Resident
 from asyncpipe.pipeline.resident.self_report import running_reports, stacks
-from asyncpipe.pipeline.wire_messages import (
-    ChangeSchedule,
-    CopyStages,
-    GetState,
-    GiveUp,
-    LoadPipeline,
-    MakeBatch,
-    OpenDoor,
-    OpenedDoor,
-    PutState,
-    ReadStages,
-    ReshapeEdges,
-    Unload,
-    WriteCopies,
-)
-from asyncpipe.runtime.part_messages import EndStep, PartEnded, StartPart, StopPart, portable
+from asyncpipe.pipeline.wire_messages import LoadPipeline, OpenDoor, OpenedDoor
+from asyncpipe.runtime.part_messages import Call, PartEnded, StartPart, portable
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.meeting import Door
@@ -55,7 +42,6 @@ class _Server:
         self._residents: dict[int, Resident] = {}
         self._doors: dict[int, Door] = {}
         """Of pipelines that are not loaded yet."""
-        self._of_step: dict[int, Resident] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -75,49 +61,32 @@ class _Server:
         match message:
             case StartPart():
                 self._start(message)
-            case StopPart(step=step) if step in self._of_step:
-                self._of_step[step].stop(step)
-            case EndStep(step=step, keep=keep) if step in self._of_step:
-                self._of_step.pop(step).settle(step, keep=keep)
             case OpenDoor():
                 return self._open_door(message)
             case LoadPipeline():
                 return self._load(message)
-            case GiveUp(pipeline=number):
+            case Call(pipeline=int(number), method="give_up"):
                 self._give_up(number)
-            case Unload(pipeline=number):
+            case Call(pipeline=int(number), method="unload"):
                 # It may not have been loaded here, since another worker could not load.
                 self._close_door(number)
                 return None if (resident := self._residents.pop(number, None)) is None else resident.close()
-            case GetState(pipeline=number, optimizers=optimizers):
-                resident = self._residents[number]
-                return resident.optimizer_states() if optimizers else resident.state()
-            case PutState(pipeline=number, state=state, optimizers=optimizers):
-                resident = self._residents[number]
-                (resident.load_optimizer_states if optimizers else resident.load_state)(from_buffers(state))
-            case CopyStages(pipeline=number):
-                self._residents[number].copy_stages()
-            case WriteCopies(pipeline=number, folder=folder):
-                return self._residents[number].write_copies(folder)
-            case ReadStages(pipeline=number, stored=stored):
-                self._residents[number].read_stages(stored)
-            case MakeBatch(pipeline=number, number=step):
-                return self._residents[number].make_batch(step)
-            case ReshapeEdges(shapes=shapes):
+            case Call(pipeline=int(number)) if (resident := self._residents.get(number)) is not None:
+                return attrgetter(message.method)(resident)(*message.arguments)
+            case Call(pipeline=None):
                 for resident in self._residents.values():
-                    resident.reshape(shapes)
-            case ChangeSchedule(pipeline=number):
-                self._residents[number].change(message)
+                    attrgetter(message.method)(resident)(*message.arguments)
         return None
 
     def _report(self, question: tuple[int, AskedFor]) -> WorkerReport:
         """What this worker is at in a step, and if that is asked, why. On the thread that answers pings."""
         number, asked = question
-        running = () if self._pool is None else running_reports(self._pool.threads, self._of_step, number)
-        if (resident := self._of_step.get(number)) is None:
+        residents = {step: each for each in tuple(self._residents.values()) for step in tuple(each.links.steps)}
+        running = () if self._pool is None else running_reports(self._pool.threads, residents, number)
+        if (resident := residents.get(number)) is None:
             return WorkerReport(0, running, stacks=stacks())
         if asked is AskedFor.PROBES:
-            resident.probe_edges()
+            resident.links.probe()
         report = resident.report(number)
         if asked is AskedFor.MOVED:
             return WorkerReport(report.moved, running)
@@ -160,7 +129,6 @@ class _Server:
 
     def _start(self, start: StartPart) -> None:
         resident = self._residents[start.pipeline]
-        self._of_step[start.step] = resident
         try:
             if (batches := self._control.batches) is not None:
                 start = replace(start, work=batches.views(start.work))

@@ -25,7 +25,7 @@ from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_out import EdgeOut
 from asyncpipe.ops.edges.message import EdgeMessage, ReceivedMessage
 from asyncpipe.ops.execute.binder import Binder
-from asyncpipe.pipeline.resident import resident
+from asyncpipe.pipeline.resident import links
 from asyncpipe.runtime.workers.control_client import ControlClient
 from tests.campaigns.serving import serve_campaign
 
@@ -157,18 +157,14 @@ def _install() -> None:
             _planted.holes.add((self.me, self.peer))
         send(self, message)
 
-    def lost(self: EdgeChannel, buffers: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
-        if _planted.ends.get(self) not in _planted.holes:
-            return write(self, buffers, descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return True
+    def lost(self: EdgeChannel, buffers: Sequence[Any]) -> bool:
+        return _planted.ends.get(self) in _planted.holes or write(self, buffers)
 
     Binder.bind = _bind(Binder.bind)  # type: ignore[method-assign]
     EdgeOut.__init__ = noted  # type: ignore[method-assign, assignment]
     EdgeOut.send = watched  # type: ignore[method-assign]
     EdgeChannel.write = lost  # type: ignore[method-assign]
-    resident.connect = _connect  # type: ignore[attr-defined]
+    links.connect = _connect  # type: ignore[attr-defined]
 
 
 async def planted(control: ControlClient) -> None:

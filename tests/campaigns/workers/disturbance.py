@@ -24,7 +24,7 @@ from asyncpipe.ops.edges.edge_out import EdgeOut
 from asyncpipe.ops.edges.gloo import GlooOut
 from asyncpipe.ops.edges.message import EdgeMessage, ReceivedMessage
 from asyncpipe.ops.edges.shared_memory import SharedMemoryOut
-from asyncpipe.pipeline.resident import resident
+from asyncpipe.pipeline.resident import links, resident
 from asyncpipe.runtime.workers.control_client import ControlClient
 from tests.campaigns.serving import serve_campaign
 
@@ -142,7 +142,7 @@ def _install() -> None:
         edge.advance = _unless_stale(edge.advance)  # type: ignore[method-assign, assignment]
     EdgeOut.send = send_late  # type: ignore[method-assign]
     resident.Resident.start = start_late  # type: ignore[method-assign]
-    resident.connect = _connect  # type: ignore[attr-defined]
+    links.connect = _connect  # type: ignore[attr-defined]
 
 
 def _unless_stale(advance: Callable[[Any, int], None]) -> Callable[[Any, int], None]:

@@ -1,0 +1,96 @@
+"""The states of the stages in this worker: given to the controller, taken over from it, and written to files."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncpipe.errors import OptionError
+from asyncpipe.ops.device.wire import from_buffers, to_buffers
+from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
+from asyncpipe.ops.execute.stage_files import StoredStages, copied_stages, stored_model, stored_optimizers
+from asyncpipe.ops.model.shipping import NamedState, state_names
+from asyncpipe.ops.model.state_files import write_state
+from asyncpipe.pipeline.build import PipelineParts
+
+__all__ = ["StageStates"]
+
+
+class StageStates:
+    """Used on the worker's loop. ``Call`` names these methods, and its arguments are theirs."""
+
+    def __init__(self, parts: PipelineParts, check_idle: Callable[[], None]) -> None:
+        """``check_idle`` raises ``PipelineClosedError`` while a step is under way here."""
+        self._parts = parts
+        self._check_idle = check_idle
+        self._copies: dict[str, Any] = {}
+        """Copies that are still to be written."""
+
+    def model(self) -> list[pickle.PickleBuffer]:
+        """The own entries of the unsplit model's state, as ``to_buffers``; a tensor under its first name only.
+
+        They are the stages' own memory, while no step runs.
+        """
+        self._check_idle()
+        whole = self._parts.module.state_dict()
+        state = {name: whole[name] for name, named in self._own_names().items() if named.first == name}
+        return to_buffers(state, "the state of the model")
+
+    def load_model(self, buffers: Sequence[Any]) -> None:
+        """Take over what concerns the own stages."""
+        self._load_model(from_buffers(buffers))
+
+    def _load_model(self, state: Mapping[str, Any]) -> None:
+        self._check_idle()
+        # What modules load depends on the versions that are noted beside their state. What other workers have goes
+        # along as it is, since batch norms make up what they miss.
+        own = self._parts.module.state_dict()
+        own.update((name, state[name]) for name in self._own_names() if name in state)
+        self._parts.module.load_state_dict(own)
+
+    def optimizers(self) -> list[pickle.PickleBuffer]:
+        """What the own stages' optimizers remember, by name of the parameter, as ``to_buffers``."""
+        self._check_idle()
+        states = optimizer_states(self._parts.resources.optimizers.values(), self._parts.module)
+        return to_buffers(states, "the state of the optimizers")
+
+    def load_optimizers(self, buffers: Sequence[Any]) -> None:
+        """Take over those of the own stages."""
+        self._load_optimizers(from_buffers(buffers))
+
+    def _load_optimizers(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        self._check_idle()
+        load_optimizer_states(self._parts.resources.optimizers.values(), self._parts.module, states)
+
+    def copy(self) -> None:
+        """Copy the states of the own stages, for ``write_copies``."""
+        self._check_idle()
+        stages = [stage.index for stage in self._parts.resources.stages if not stage.device.is_elsewhere]
+        self._copies = copied_stages(self._parts.staged, stages, self._parts.resources.optimizers)
+
+    async def write_copies(self, folder: Path) -> dict[str, str]:
+        """Write them to files in ``folder``; returns the SHA-256 of each, by name. Steps go on meanwhile."""
+        copies, self._copies = self._copies, {}
+        return await asyncio.to_thread(_write, folder, copies)
+
+    def read(self, stored: StoredStages) -> None:
+        """Take over what concerns the own stages of states in files."""
+        self._load_model(stored_model(stored, self._own_names()))
+        self._load_optimizers(stored_optimizers(stored, self._parts.module))
+
+    def _own_names(self) -> dict[str, NamedState]:
+        """Of what this worker's stages own in the unsplit model's state."""
+        stages = self._parts.resources.stages
+        names = state_names(self._parts.staged)
+        return {name: named for name, named in names.items() if not stages[named.stage].device.is_elsewhere}
+
+
+def _write(folder: Path, states: dict[str, Any]) -> dict[str, str]:
+    """Write the states, each of which is released when it is written."""
+    if not folder.is_dir():
+        raise OptionError(f"a worker on {socket.gethostname()} has no {folder}; name a folder that all hosts share")
+    return {name: write_state(folder / name, states.pop(name)) for name in tuple(states)}
