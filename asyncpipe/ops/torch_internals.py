@@ -202,10 +202,10 @@ class _SlotOfTorch:
 
 def with_reference(put: Callable[[str, object], None], slot: str) -> Callable[[str, object], None]:
     """``put``, taking a reference for the slot. Up to torch 2.11 it takes none, but drops one when the slot changes."""
-    take = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+    add_reference = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
     def put_with_reference(slot: str, value: object) -> None:
-        take(value)
+        add_reference(value)
         put(slot, value)
 
     probe = object()

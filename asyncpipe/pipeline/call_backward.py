@@ -273,7 +273,7 @@ class _BackwardPass:
             raise
         finally:
             del execution
-        return forward.guard.take()
+        return forward.guard.pop_gradients()
 
     def hand_over(self, taken: dict[int, Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, then those of the parameters, which ``wait`` has ``taken``, for the caller."""

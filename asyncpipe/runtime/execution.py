@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-from asyncpipe.core.graph.programs import Place, Programs
+from asyncpipe.core.graph.programs import Programs, TaskPlace
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.records.step_notes import StepNotes
@@ -70,7 +70,7 @@ class Execution(DrivenStep):
         """Of each device, if the step runs by programs."""
         self.before: Sequence[ProgramRun] = ()
         """Those of the step that this one follows, until it is handed over."""
-        self._gates: Sequence[Place] = ()
+        self._gates: Sequence[TaskPlace] = ()
         """By gate, the task that waits there, among ``runs``."""
         self._record: StepRecord | None = None
 

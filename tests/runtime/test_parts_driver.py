@@ -274,7 +274,7 @@ def crossing(links, *, is_stuck=False, came=0):
         "asyncpipe cpu:1": [("device.py", 9, "wait")],
         "MainThread": [("main.py", 1, "main")],
     }
-    links[1].report = WorkerReport(0, part=begun((), {"cpu:1": copy}), takes=receives, stacks=stacks)
+    links[1].report = WorkerReport(0, part=begun((), {"cpu:1": copy}), receives=receives, stacks=stacks)
 
 
 async def still(driver, links, seconds=10.0):

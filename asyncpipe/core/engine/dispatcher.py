@@ -145,7 +145,7 @@ class Dispatcher:
         """When ``choose`` could hand a task over although nothing has happened; ``None`` if never."""
         return max(now, min(self._alarms.values())) if self._alarms else None
 
-    def take_broken(self) -> list[tuple[StepState, int, ScheduleError]]:
+    def pop_broken(self) -> list[tuple[StepState, int, ScheduleError]]:
         """The tasks at which a rule has raised, or refused an empty device a micro-batch, and what to tell about it."""
         broken, self._broken = self._broken, []
         return broken

@@ -138,7 +138,7 @@ class SchedulerState:
     def choose(self, now: float) -> list[Command]:
         """Let policies decide. Call it when all events that are known have been handled, and at ``wake_at``."""
         commands: list[Command] = []
-        while self._dispatcher.choose(commands, now) and (broken := self._dispatcher.take_broken()):
+        while self._dispatcher.choose(commands, now) and (broken := self._dispatcher.pop_broken()):
             for step, task, error in broken:
                 if step.running:
                     commands += self._fail(step, task, error, now)
@@ -153,26 +153,28 @@ class SchedulerState:
 
     def holds(self, step: int, task: int) -> bool:
         """Whether a device has the task: it was dispatched, and neither completed, failed nor was dropped."""
-        found = self._steps.get(step)
-        return found is not None and found.states[task] in (_DISPATCHED, _ISSUED)
+        under_way = self._steps.get(step)
+        return under_way is not None and under_way.states[task] in (_DISPATCHED, _ISSUED)
 
     def ended(self, step: int) -> set[int]:
         """The tasks of a step under way that devices are done with, or have queued on an accelerator. On any thread."""
-        found = self._steps.get(step)
-        return set() if found is None else {n for n, state in enumerate(found.states) if state not in _NOT_ENDED}
+        under_way = self._steps.get(step)
+        return (
+            set() if under_way is None else {n for n, state in enumerate(under_way.states) if state not in _NOT_ENDED}
+        )
 
     def waits_outside(self, step: int) -> bool:
         """Whether a gate of the step is closed."""
-        found = self._steps.get(step)
-        return found is not None and bool(found.closed_gates)
+        under_way = self._steps.get(step)
+        return under_way is not None and bool(under_way.closed_gates)
 
     def expected(self, step: int, task: int) -> float | None:
         """The seconds that such a task took the last times in its job; ``None`` if that is not known.
 
         It is known of steps with a named job, once one task of the kind at the stage is completed.
         """
-        found = self._steps.get(step)
-        return None if found is None else found.job.expected(found.graph.tasks[task])
+        under_way = self._steps.get(step)
+        return None if under_way is None else under_way.job.expected(under_way.graph.tasks[task])
 
     def forget(self, job: str) -> None:
         """Drop what is known of ``job``, now or when its last step is over, unless it submits another one till then.
@@ -192,8 +194,8 @@ class SchedulerState:
 
         Raises ``InvalidTransition`` for one that is not completed.
         """
-        found = self._steps.get(step)
-        if found is None or not found.finished or not found.is_drained:
+        under_way = self._steps.get(step)
+        if under_way is None or not under_way.finished or not under_way.is_drained:
             raise InvalidTransition(f"step {step} is not completed")
         return self._steps.pop(step)
 

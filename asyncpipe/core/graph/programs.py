@@ -18,10 +18,10 @@ from typing import NamedTuple, TypeAlias
 
 from asyncpipe.core.graph.task_graph import TaskGraph
 
-__all__ = ["Place", "Program", "Programs", "programs"]
+__all__ = ["TaskPlace", "Program", "Programs", "programs"]
 
 
-Place: TypeAlias = tuple[int, int]
+TaskPlace: TypeAlias = tuple[int, int]
 """A task: (position of its program in ``Programs.programs``, position in that program)."""
 
 
@@ -34,7 +34,7 @@ class Program(NamedTuple):
     """The numbers of the tasks, in the order in which they run."""
     awaits: tuple[int, ...]
     """For how many tasks of other devices, and gates, each one waits."""
-    releases: tuple[tuple[Place, ...], ...]
+    releases: tuple[tuple[TaskPlace, ...], ...]
     """The tasks of other devices that wait for each one."""
 
 
@@ -43,7 +43,7 @@ class Programs(NamedTuple):
 
     programs: tuple[Program, ...]
     """Of each device that has a task."""
-    gates: tuple[Place, ...]
+    gates: tuple[TaskPlace, ...]
     """By gate of the graph, the task that waits for it."""
 
 

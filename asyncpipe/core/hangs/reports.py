@@ -104,7 +104,7 @@ class WorkerReport:
     """``None`` if the step has not begun there."""
     sends: Mapping[str, SenderReport] = field(default_factory=dict)
     """By worker that receives."""
-    takes: Mapping[str, ReceiverReport] = field(default_factory=dict)
+    receives: Mapping[str, ReceiverReport] = field(default_factory=dict)
     """By worker that sends."""
     stacks: Mapping[str, Sequence[StackFrame]] = field(default_factory=dict)
     """By name of a thread: what it is in, the outermost call first."""

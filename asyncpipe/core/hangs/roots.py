@@ -163,7 +163,7 @@ def cut_off(workers: Iterable[SeenWorker]) -> str | None:
     whole: list[frozenset[str]] = []
     for name, report in known.items():
         for peer, out in report.sends.items():
-            if (into := known[peer].takes.get(name) if peer in known else None) is not None:
+            if (into := known[peer].receives.get(name) if peer in known else None) is not None:
                 pair = frozenset((name, peer))
                 if _loses(out, into):
                     lost.append(pair)
@@ -247,10 +247,10 @@ class _RootSearch:
             others = [each for each in report.running if each.device == device]
             task = self._graph.tasks[ready[0]].id
             idle = HangRoot(HangState.NOT_BEGINNING, worker.name, device, task, seconds=worker.silent)
-            stuck = next((peer for peer, into in report.takes.items() if into.is_stuck), None)
+            stuck = next((peer for peer, into in report.receives.items() if into.is_stuck), None)
             if stuck is not None:
                 # The device's own thread, which takes messages while it has nothing else to do.
-                taker = report.takes[stuck].taker
+                taker = report.receives[stuck].taker
                 idle = replace(idle, state=HangState.NOT_TAKING, peer=stuck, thread=taker)
             yield _HangHop(None, device, _computing(worker, others) if others else idle)
 
@@ -299,7 +299,7 @@ class _RootSearch:
         on_edge = self._wait(task, worker, HangState.WAITS_FOR_EDGE, before, sender)
         assert sender.report is not None
         assert worker.report is not None
-        out, into = sender.report.sends.get(worker.name), worker.report.takes.get(sender.name)
+        out, into = sender.report.sends.get(worker.name), worker.report.receives.get(sender.name)
 
         def root(state: HangState, at: SeenWorker = worker) -> HangRoot:
             peer = sender if at is worker else worker

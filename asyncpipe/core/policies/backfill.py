@@ -138,16 +138,16 @@ class BackfillLookahead:
 
     def _seconds(self, step: StepView, task: int, state: TaskState) -> float:
         """How long ``task`` keeps others waiting at least, from the moment at which it is ready or from now."""
-        found = step.graph.tasks[task]
+        waiting = step.graph.tasks[task]
         if state in (TaskState.DISPATCHED, TaskState.ISSUED):
-            return self._busy(found.lane, (step, task))
-        seconds = step.job.expected(found)
+            return self._busy(waiting.lane, (step, task))
+        seconds = step.job.expected(waiting)
         if seconds is None:
             return inf
         if state is TaskState.READY:
             # A rule may have refused it until a micro-batch leaves the device; when that is, is not known.
-            refused = step.graph.rule is not None and not self._lanes[found.lane].lane.in_flight
-            return inf if refused else seconds + self._busy(found.lane)
+            refused = step.graph.rule is not None and not self._lanes[waiting.lane].lane.in_flight
+            return inf if refused else seconds + self._busy(waiting.lane)
         return seconds
 
     def _busy(self, lane: Lane, last: Chosen | None = None) -> float:

@@ -269,10 +269,10 @@ class _Search:
     def _try(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> Plan:
         key = candidate, balance
         if key not in self._plans:
-            found = self._simulated(candidate, balance)
-            if self.offload and max(found.memory) > self.limit:
-                found = self._with_offload(candidate, found) or found
-            self._plans[key] = found
+            plan = self._simulated(candidate, balance)
+            if self.offload and max(plan.memory) > self.limit:
+                plan = self._with_offload(candidate, plan) or plan
+            self._plans[key] = plan
         return self._plans[key]
 
     def _with_offload(self, candidate: _PlanCandidate, plan: Plan) -> Plan | None:
@@ -295,11 +295,11 @@ class _Search:
             return None
         while any(few < many - 1 for few, many in zip(least, most, strict=True)):
             counts = [(few + many) // 2 for few, many in zip(least, most, strict=True)]
-            found = tried(counts)
-            for device, held in enumerate(found.memory):
+            offloaded = tried(counts)
+            for device, held in enumerate(offloaded.memory):
                 if counts[device] > least[device]:
                     (least if held > self.limit else most)[device] = counts[device]
-            best = found if max(found.memory) <= self.limit else best
+            best = offloaded if max(offloaded.memory) <= self.limit else best
         last = tried(most)
         return last if max(last.memory) <= self.limit else best
 
@@ -311,16 +311,16 @@ class _Search:
         costs, steps = self.profile.costs(balance, m, mode, at), OVERLAPPING if overlap else 1
         placed = costs if self.topology is None else TopologyCosts(costs, self.topology)
         records = simulate_steps(graph, placed, steps=steps, ahead=self.ahead)
-        found = reports(records)
+        measured = reports(records)
         # What a step does outside its tasks is done while another step computes.
-        pace = steady_state(found) if overlap else None
+        pace = steady_state(measured) if overlap else None
         return Plan(
             *(schedule, balance, m, mode),
-            seconds=pace.seconds if pace else found[0].seconds + self.profile.measurement(m).step,
+            seconds=pace.seconds if pace else measured[0].seconds + self.profile.measurement(m).step,
             # Each device runs one step after the other, so it holds no more than in a single one.
             memory=tuple(peak_memory(records[0], self.profile.memory(balance, m, self.parameter_scale, at))),
-            bubble=(pace or found[0]).bubble_ratio,
-            placing=self._placing(graph, found[-2:], (pace or found[0]).seconds),
+            bubble=(pace or measured[0]).bubble_ratio,
+            placing=self._placing(graph, measured[-2:], (pace or measured[0]).seconds),
             offload=offload,
         )
 

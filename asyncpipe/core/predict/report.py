@@ -144,18 +144,18 @@ def reports(records: Sequence[StepRecord]) -> list[Report]:
     return [_report(record, origin) for record in records]
 
 
-def steady_state(found: Sequence[Report]) -> SteadyState:
+def steady_state(steps: Sequence[Report]) -> SteadyState:
     """How steps of one job follow each other, as means from the end of the first to the end of the last.
 
-    ``found`` are the ``reports`` of two or more steps, without those in which the pipeline had yet to fill.
+    ``steps`` are the ``reports`` of two or more steps, without those in which the pipeline had yet to fill.
     Times have the unit of theirs. Raises ``OptionError`` if there are fewer than two.
     """
-    if len(found) < 2:
-        raise OptionError(f"a steady state shows in two steps or more, got {len(found)}")
-    ends = [each.end for each in found]
+    if len(steps) < 2:
+        raise OptionError(f"a steady state shows in two steps or more, got {len(steps)}")
+    ends = [each.end for each in steps]
     return SteadyState(
-        seconds=(ends[-1] - ends[0]) / (len(found) - 1),
-        device_busy={device: fmean(each.device_busy[device] for each in found[1:]) for device in found[0].device_busy},
+        seconds=(ends[-1] - ends[0]) / (len(steps) - 1),
+        device_busy={device: fmean(each.device_busy[device] for each in steps[1:]) for device in steps[0].device_busy},
     )
 
 
@@ -201,57 +201,57 @@ def _report(record: StepRecord, origin: float) -> Report:
 
 def _taken(record: StepRecord, origin: float, times: Sequence[TaskTime]) -> dict[str, tuple[tuple[float, float], ...]]:
     """When other jobs had the lanes that compute, beside the step's own tasks; times count from ``origin``."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    spans_of: dict[str, list[tuple[float, float]]] = {}
     last = max((time.end + origin for time in times), default=0.0)
     for lane, account in record.notes.taken.items():
         if lane.queue is Queue.COMPUTE:
             free = _began(record)
             own = sorted((time.start + origin, time.end + origin) for time in times if time.task.lane == lane)
             for start, end in own:
-                found.setdefault(lane.device, []).extend(spans_taken(account, free, start))
+                spans_of.setdefault(lane.device, []).extend(spans_taken(account, free, start))
                 free = max(free, end)
-            found.setdefault(lane.device, []).extend(spans_taken(account, free, last))
+            spans_of.setdefault(lane.device, []).extend(spans_taken(account, free, last))
     return {
         device: tuple((start - origin, end - origin) for start, end in spans)
-        for device, spans in found.items()
+        for device, spans in spans_of.items()
         if spans
     }
 
 
-def link_waits(found: Report, graph: TaskGraph, after: Report | None = None) -> dict[str, float]:
+def link_waits(report: Report, graph: TaskGraph, after: Report | None = None) -> dict[str, float]:
     """By device: the seconds in which it stood still while what its next task waited for was on its way from another.
 
     That is from when the other device had made it until it arrived, as notes of workers, or of a simulation on a
     topology, tell. Waiting for the other device to make it does not count, nor what a device still had to do of the
     step that this one was submitted ``after``, if any.
     """
-    ended = {time.task.number: time.end for time in found.tasks}
-    free = dict.fromkeys(graph.own_devices, found.began)
+    ended = {time.task.number: time.end for time in report.tasks}
+    free = dict.fromkeys(graph.own_devices, report.began)
     waits = dict.fromkeys(free, 0.0)
     for time in () if after is None else after.tasks:
         if time.task.lane.queue is Queue.COMPUTE:
             free[time.task.lane.device] = max(free[time.task.lane.device], time.end)
-    for time in found.tasks:
+    for time in report.tasks:
         lane, number = time.task.lane, time.task.number
         if lane.queue is not Queue.COMPUTE:
             continue
         idle = 0.0
         for copy in graph.dependencies[number]:
-            if copy in found.arrived:
+            if copy in report.arrived:
                 since = max([free[lane.device], *(ended[maker] for maker in graph.read_by(copy))])
-                idle = max(idle, min(time.start, found.arrived[copy]) - since)
+                idle = max(idle, min(time.start, report.arrived[copy]) - since)
         waits[lane.device] += idle
         free[lane.device] = time.end
     return waits
 
 
-def peak_per_device(found: Report, graph: TaskGraph) -> tuple[float, ...]:
-    """For each device, the most micro-batches that it held at once in the step that ``found`` reports.
+def peak_per_device(report: Report, graph: TaskGraph) -> tuple[float, ...]:
+    """For each device, the most micro-batches that it held at once in the step of ``report``.
 
     A micro-batch at one of a device's v stages counts 1/v. This measures memory comparably for schedules with different
     numbers of virtual stages.
     """
-    peaks = _peaks(found.tasks, graph.placement, graph.releasing)
+    peaks = _peaks(report.tasks, graph.placement, graph.releasing)
     return tuple(
         peaks[device] / graph.placement.count(device) if device in graph.placement else 0.0
         for device in range(graph.shape.devices)

@@ -191,7 +191,7 @@ def _pulled(block: _Block, shape: Shape) -> tuple[tuple[Action, ...], ...]:
     cap = max(device.cap for device in devices)
     done: Counter[tuple[TaskKind, int]] = Counter()
     while any(device.pending for device in devices):
-        picked = [device.take(done, cap, shape.stages - 1) for device in devices]
+        picked = [device.pick(done, cap, shape.stages - 1) for device in devices]
         done.update((action.kind, action.stage) for action in picked if action is not None)
     return tuple(tuple(device.order) for device in devices)
 
@@ -205,7 +205,7 @@ class _DeviceScheduler:
         self.cap, self._caps = _most_held(pattern)
         self._held: Counter[int] = Counter()
 
-    def take(self, done: Counter[tuple[TaskKind, int]], cap: int, last: int) -> Action | None:
+    def pick(self, done: Counter[tuple[TaskKind, int]], cap: int, last: int) -> Action | None:
         """The action of this unit of time, if any is ready; ``done`` counts the actions that ended before."""
         position = self._position(done, cap, last)
         if position is None:

@@ -54,18 +54,18 @@ def checked_actions(schedule: Schedule, shape: Shape, placement: tuple[int, ...]
     """The actions of ``device``: complete, each once, and in an ordered schedule each after its prerequisite."""
     ordered = isinstance(schedule, OrderedSchedule)
     where = f"schedule {schedule.name!r}, device {device}"
-    found: dict[Action, None] = {}
-    with blaming(lambda: f"{where}: after {next(reversed(found))}" if found else where):
+    actions: dict[Action, None] = {}
+    with blaming(lambda: f"{where}: after {next(reversed(actions))}" if actions else where):
         for action in _actions(schedule, shape, device):
             _check_action(action, shape, placement, device, where)
-            if action in found:
+            if action in actions:
                 raise ScheduleError(f"{where}: {action} is there twice; each action must be there once")
             needed = action.prerequisite if ordered else None
-            if needed is not None and needed not in found:
+            if needed is not None and needed not in actions:
                 raise ScheduleError(f"{where}: {action} comes before {needed} and would wait for ever")
-            found[action] = None
-    _check_complete(found, shape, placement, device, where)
-    return list(found)
+            actions[action] = None
+    _check_complete(actions, shape, placement, device, where)
+    return list(actions)
 
 
 def _actions(schedule: Schedule, shape: Shape, device: int) -> Iterator[Action]:
@@ -92,16 +92,16 @@ def _check_action(action: Action, shape: Shape, placement: tuple[int, ...], devi
 
 
 def _check_complete(
-    found: dict[Action, None], shape: Shape, placement: tuple[int, ...], device: int, where: str
+    actions: dict[Action, None], shape: Shape, placement: tuple[int, ...], device: int, where: str
 ) -> None:
     for j in (j for j in range(shape.stages) if placement[j] == device):
         for i in range(shape.microbatches):
-            halves = [half for half in (_I, _W) if (half, i, j) in found]
-            if halves and (_B, i, j) in found:
+            halves = [half for half in (_I, _W) if (half, i, j) in actions]
+            if halves and (_B, i, j) in actions:
                 both = f"{Action(_B, i, j)} is there beside {Action(halves[0], i, j)}"
                 raise ScheduleError(f"{where}: {both}; a backward is B, or I and W")
             for kind in (_F, *((_I, _W) if halves else (_B,))):
-                if (kind, i, j) not in found:
+                if (kind, i, j) not in actions:
                     raise ScheduleError(f"{where}: {Action(kind, i, j)} is missing")
 
 

@@ -106,7 +106,7 @@ class Recomputation:
                 "operation that is not in place, or clone the input first"
             )
 
-    def take(self) -> tuple[list[Tensor], list[Tensor]]:
+    def pop_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         """Leaves and outputs of the second run, which is done now if it was not; they are not kept here."""
         self.run()
         assert self._graph is not None
@@ -146,7 +146,7 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        leaves, outputs = ctx.shared.take()
+        leaves, outputs = ctx.shared.pop_graph()
         pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if t.requires_grad and g is not None]
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])

@@ -109,7 +109,7 @@ class _StreamWithTurn(RandomStream):
     def __enter__(self) -> Self:
         self._outer_turn = turns_paused()
         self._outer_turn.__enter__()
-        self._turn.take(self.seed)
+        self._turn.acquire(self.seed)
         self._has_turn = True
         if not self._key[1]:
             self._unused = self._turn.generator.get_state()
@@ -118,7 +118,7 @@ class _StreamWithTurn(RandomStream):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._has_turn = False
-        self._turn.give()
+        self._turn.release()
         self._outer_turn.__exit__(None, None, None)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
@@ -143,11 +143,11 @@ class _StreamWithTurn(RandomStream):
             yield
             return
         self._has_turn = False
-        state = self._turn.give()
+        state = self._turn.release()
         try:
             yield
         finally:
-            self._turn.take(state)
+            self._turn.acquire(state)
             self._has_turn = True
 
 

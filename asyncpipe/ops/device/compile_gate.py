@@ -53,41 +53,41 @@ class CompileGate:
     @contextmanager
     def task(self) -> Iterator[None]:
         """Around a task; waits while another thread compiles."""
-        mine = threading.get_ident()
+        this_thread = threading.get_ident()
         with self._changed:
-            if self._compiling not in (None, mine) and mine not in self._running:
+            if self._compiling not in (None, this_thread) and this_thread not in self._running:
                 hold_up(True)
                 try:
                     self._changed.wait_for(lambda: self._compiling is None)
                 finally:
                     hold_up(False)
-            self._running[mine] = self._running.get(mine, 0) + 1
+            self._running[this_thread] = self._running.get(this_thread, 0) + 1
         try:
             yield
         finally:
             with self._changed:
-                self._running[mine] -= 1
-                if not self._running[mine]:
-                    del self._running[mine]
+                self._running[this_thread] -= 1
+                if not self._running[this_thread]:
+                    del self._running[this_thread]
                     if self._compiling is not None:
                         self._changed.notify_all()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Around a call that compiles: the other threads run no task, or have not ended theirs for ``PATIENCE``."""
-        mine = threading.get_ident()
-        if self._compiling == mine:
+        this_thread = threading.get_ident()
+        if self._compiling == this_thread:
             yield
             return
         with self._changed:
-            own = self._running.pop(mine, 0)  # Two that wait for each other's task would never end.
+            own = self._running.pop(this_thread, 0)  # Two that wait for each other's task would never end.
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._compiling is None)
-            self._compiling = mine
+            self._compiling = this_thread
             if own:
-                self._running[mine] = own
+                self._running[this_thread] = own
             until = time.monotonic() + PATIENCE
-            while self._running.keys() - {mine} and (left := until - time.monotonic()) > 0:
+            while self._running.keys() - {this_thread} and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
         try:
             yield

@@ -32,7 +32,7 @@ class GeneratorTurn:
         self._outside: Tensor
         """The state in which the generator was found."""
 
-    def take(self, state: Tensor | int) -> None:
+    def acquire(self, state: Tensor | int) -> None:
         """Wait for the turn; then set the generator to a seed or a state."""
         self._lock.acquire()
         self._outside = self.generator.get_state()
@@ -42,8 +42,8 @@ class GeneratorTurn:
         else:
             self.generator.set_state(state)
 
-    def give(self) -> Tensor:
-        """End the turn; the generator's state before, for ``take`` to go on from."""
+    def release(self) -> Tensor:
+        """End the turn; the generator's state before, for ``acquire`` to go on from."""
         state = self.generator.get_state()
         self.generator.set_state(self._outside)
         self._lock.release()

@@ -84,14 +84,14 @@ class NestingLock:
         self._lock.release()
 
     def _wait(self) -> None:
-        mine, awaited = threading.get_ident(), ThreadWaits.here().awaited
-        awaited[mine] = self
+        this_thread, awaited = threading.get_ident(), ThreadWaits.here().awaited
+        awaited[this_thread] = self
         try:
             while not self._lock.acquire(timeout=LOOK_SECONDS):
-                if mine in needed_threads(self, awaited):
+                if this_thread in needed_threads(self, awaited):
                     raise NestedWaitError(
                         "two threads run stages that call each other's pipelines, and each waits for the buffers of a "
                         "stage that the other one runs; let one of the two call the other only"
                     )
         finally:
-            del awaited[mine]
+            del awaited[this_thread]

@@ -244,7 +244,7 @@ class Binder:
         """The tied tensors that ``task`` copies, values or gradients, and a function that stores the copies."""
         arrived = self._tensors.tied_arrived.pop((source, task.stage), None)
         if task.is_gradient_copy:
-            gradients = arrived or self._resources.ties.take_gradients(task.stage, source)
+            gradients = arrived or self._resources.ties.pop_gradients(task.stage, source)
             return gradients, partial(self._tensors.tied_gradients.__setitem__, (source, task.stage))
         replicas = self._resources.ties.between(source, task.stage)
 

@@ -259,7 +259,7 @@ class StageCompute:
         for user, sent in local_graph.outputs.items():
             gradients += self._output_gradients(i, j, user, sent)
         if local_graph.recomputation is not None:
-            leaves, outputs = local_graph.recomputation.take()
+            leaves, outputs = local_graph.recomputation.pop_graph()
         else:
             leaves, outputs = _flat(local_graph.inputs), _flat(local_graph.outputs)
         split = SplitBackward(outputs, gradients, leaves)

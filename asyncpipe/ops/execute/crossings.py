@@ -93,7 +93,7 @@ class Crossings:
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if i == WHOLE_STEP:
             if waiting.is_gradient_copy:
-                return _packed(b"", self._ties.take_gradients(user, source))
+                return _packed(b"", self._ties.pop_gradients(user, source))
             return _packed(b"", self._ties.values(source, user))
         if not waiting.is_gradient_copy:
             packet = self._tensors.activations.pop((i, source, user))

@@ -19,10 +19,10 @@ class GradientGuard:
     """Sets earlier gradients aside while a step makes new ones; then adds them to the new ones, or restores them.
 
     A pipeline has one. It costs nothing after ``zero_grad()``, and memory for a second set of gradients where gradients
-    are accumulated over steps. Its users take turns: ``enter``, ``begin``, then ``commit``, ``take`` or ``roll_back``,
-    and ``leave``. Backwards of one pass of the autograd engine share a turn and may overlap. Their gradients are then
-    one sum, which the last of them takes. Call these on the caller's thread and streams, inside the step's fence, and
-    ``commit_some`` on a stage's thread.
+    are accumulated over steps. Its users take turns: ``enter``, ``begin``, then ``commit``, ``pop_gradients`` or
+    ``roll_back``, and ``leave``. Backwards of one pass of the autograd engine share a turn and may overlap. Their
+    gradients are then one sum, which the last of them gets. Call these on the caller's thread and streams, inside the
+    step's fence, and ``commit_some`` on a stage's thread.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class GradientGuard:
         self._repeats = False
 
     def enter_at_once(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
-        """Take the turn, as ``GradientTurn.take_at_once``; false also while an abandoned step still runs."""
-        if not self._turn.take_at_once(owner, member, inside_task=inside_task):
+        """Take the turn, as ``GradientTurn.try_acquire``; false also while an abandoned step still runs."""
+        if not self._turn.try_acquire(owner, member, inside_task=inside_task):
             return False
         if self._abandoned:
             self._turn.leave(member)
@@ -43,12 +43,12 @@ class GradientGuard:
         return True
 
     def enter(self, owner: object, member: object, *, inside_task: bool = False) -> None:
-        """Wait for the turn, as ``GradientTurn.take``.
+        """Wait for the turn, as ``GradientTurn.acquire``.
 
         Raises ``BackwardError`` inside another user's turn, on its thread, that has begun and not ended; and inside a
         task, if it would have to wait for what may wait for the task.
         """
-        is_inside = self._turn.take(owner, member, inside_task=inside_task)
+        is_inside = self._turn.acquire(owner, member, inside_task=inside_task)
         if inside_task and self._abandoned:
             self._turn.leave(member)
             refuse_inside_task()
@@ -118,7 +118,7 @@ class GradientGuard:
         with self._lock:
             self._running = 0
 
-    def take(self) -> dict[int, Tensor | None]:
+    def pop_gradients(self) -> dict[int, Tensor | None]:
         """The step succeeded: the new gradients by ``id`` of their parameter; the earlier ones are restored.
 
         Empty if another backward of this turn is still running, which will take the sum.

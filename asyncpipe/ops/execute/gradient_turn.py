@@ -30,7 +30,7 @@ class GradientTurn:
         self._in_lanes = False
         """Whether the owner waits for lanes, and not inside a task, which runs everything itself."""
 
-    def take_at_once(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
+    def try_acquire(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
         """Take or join the turn; false if it is another owner's. Never blocks."""
         with ThreadWaits.here().changed:
             if self._members and self._owner != owner:
@@ -38,27 +38,27 @@ class GradientTurn:
             self._join(owner, member, inside_task)
             return True
 
-    def take(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
+    def acquire(self, owner: object, member: object, *, inside_task: bool = False) -> bool:
         """Wait for the turn, then take or join it; whether it is that of an owner around this one, on this thread.
 
         Raises ``BackwardError`` if that owner waits, over other pipelines, for this thread, or for lanes while this
         thread is ``inside_task``.
         """
-        mine, waits = threading.get_ident(), ThreadWaits.here()
+        this_thread, waits = threading.get_ident(), ThreadWaits.here()
         with waits.changed:
-            while self._members and self._owner != owner and mine not in self.threads:
-                if mine in needed_threads(self, waits.awaited):
+            while self._members and self._owner != owner and this_thread not in self.threads:
+                if this_thread in needed_threads(self, waits.awaited):
                     raise BackwardError(
                         "backwards on two threads wait for each other: each goes through a pipeline that the other one "
                         "has begun; run them on one thread, or in one loss"
                     )
                 if inside_task and self._in_lanes:
                     refuse_inside_task()
-                waits.awaited[mine] = self
+                waits.awaited[this_thread] = self
                 try:
                     waits.changed.wait(SIGNAL_SECONDS)
                 finally:
-                    del waits.awaited[mine]
+                    del waits.awaited[this_thread]
             is_inside = bool(self._members) and self._owner != owner
             self._join(owner, member, inside_task)
             return is_inside

@@ -34,7 +34,7 @@ __all__ = ["BufferValues", "StageBuffers", "shared_buffers"]
 BufferValues = dict[int, dict[str, Tensor | None]]
 """Buffers of a stage, by number of the module and by name."""
 
-_Place = tuple[int, str]
+_BufferKey = tuple[int, str]
 """Where a buffer is: the number of the module, and the name."""
 
 _NORMS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
@@ -88,11 +88,11 @@ class _Sight:
             if tensor is not None
         ]
 
-    def counted(self) -> set[_Place]:
+    def counted(self) -> set[_BufferKey]:
         """The tensors of that moment that were changed in place, as torch counts."""
         return {(number, name) for number, name, tensor, version in self._versions if _version(tensor) != version}
 
-    def replaced(self) -> set[_Place]:
+    def replaced(self) -> set[_BufferKey]:
         """The buffers that are other tensors now, or were added or removed."""
         return {
             (number, name)
@@ -101,7 +101,7 @@ class _Sight:
             if self.values[number].get(name) is not now.get(name)
         }
 
-    def changed(self) -> set[_Place]:
+    def changed(self) -> set[_BufferKey]:
         return self.counted() | self.replaced()
 
 
@@ -184,7 +184,7 @@ class StageBuffers:
                 del kept[number]
         self._write_back(originals.values, copies, left, changed)
 
-    def _changes(self, originals: _Sight, copies: BufferValues, left: BufferValues, first: bool) -> set[_Place]:
+    def _changes(self, originals: _Sight, copies: BufferValues, left: BufferValues, first: bool) -> set[_BufferKey]:
         """What a forward on ``copies`` has changed. Raises ``StageError`` if it changed an original instead."""
         changed = {
             (number, name)
@@ -212,7 +212,7 @@ class StageBuffers:
         return changed
 
     def _write_back(
-        self, originals: BufferValues, copies: BufferValues, left: BufferValues, changed: set[_Place]
+        self, originals: BufferValues, copies: BufferValues, left: BufferValues, changed: set[_BufferKey]
     ) -> None:
         """Give the buffers what a forward has left in their place, which are copies or other tensors."""
         for number, mine in left.items():
@@ -247,7 +247,7 @@ class StageBuffers:
         yield
         self._refuse_shared(sight.changed())
 
-    def _learn(self, mode: tuple[bool, ...], changed: set[_Place]) -> None:
+    def _learn(self, mode: tuple[bool, ...], changed: set[_BufferKey]) -> None:
         self._refuse_shared(changed)
         changing = {number for number, _ in changed}
         if mode in self._parts:
@@ -261,7 +261,7 @@ class StageBuffers:
             part[number] = owner
         return parts
 
-    def _refuse_shared(self, changed: set[_Place]) -> None:
+    def _refuse_shared(self, changed: set[_BufferKey]) -> None:
         for number, name in sorted(changed):
             other = self._shared.get((self._owners[number].path, name))
             if other is not None:
@@ -323,7 +323,7 @@ def _copies(values: BufferValues) -> BufferValues:
     return {number: {name: copy(tensor) for name, tensor in mine.items()} for number, mine in values.items()}
 
 
-def _differing(ours: BufferValues, theirs: BufferValues) -> set[_Place]:
+def _differing(ours: BufferValues, theirs: BufferValues) -> set[_BufferKey]:
     """Where the values differ, of tensors that are not the same."""
     return {
         (number, name)

@@ -86,7 +86,7 @@ class Ties:
         """What ``user`` has replicas of, without a graph."""
         return [replica.owner.detach() for replica in self.between(owner, user)]
 
-    def take_gradients(self, owner: int, user: int) -> list[Tensor | None]:
+    def pop_gradients(self, owner: int, user: int) -> list[Tensor | None]:
         """The gradients of those replicas, which lose them."""
         replicas = self.between(owner, user)
         gradients = [replica.tensor.grad for replica in replicas]

@@ -211,11 +211,11 @@ class Resident:
         """
         parts = {step: step.report() for step in tuple(self.links.steps.values())}
         mine = next((report for step, report in parts.items() if step.number == number), None)
-        sends, takes = self.links.reports(number, parts)
-        moved = sum(each.sent for each in sends.values()) + sum(each.came for each in takes.values())
+        sends, receives = self.links.reports(number, parts)
+        moved = sum(each.sent for each in sends.values()) + sum(each.came for each in receives.values())
         if mine is not None:
             moved += len(mine.ended) + len(mine.came)
-        return WorkerReport(moved, part=mine, sends=sends, takes=takes)
+        return WorkerReport(moved, part=mine, sends=sends, receives=receives)
 
 
 def _model(load: LoadPipeline) -> StagedModel | StageFactory:

@@ -267,8 +267,8 @@ def test_a_device_that_hangs_in_taking_a_message_does_not_begin_what_it_has() ->
     left = WorkerReport(0, part=PartReport(ended, {"a": numbers["C(0,1>0)"]}, frozenset()), sends=sends)
     part_of_b = PartReport(frozenset(), {"b": numbers["C(0,0>1)"]}, came)
     for is_stuck, state in ((True, S.NOT_TAKING), (False, S.NOT_BEGINNING)):
-        takes = {"left": ReceiverReport(2, 9, is_stuck=is_stuck, taker="device")}
-        right = WorkerReport(0, part=part_of_b, takes=takes)
+        receives = {"left": ReceiverReport(2, 9, is_stuck=is_stuck, taker="device")}
+        right = WorkerReport(0, part=part_of_b, receives=receives)
         workers = [SeenWorker("left", ("a",), left), SeenWorker("right", ("b",), right)]
         root = hang_roots(STEP, graph, workers)[0]
         assert (root.state, root.worker, root.peer) == (state, "right", "left" if is_stuck else "")
@@ -295,7 +295,7 @@ def test_the_worker_that_nothing_gets_through_to_is_known_by_what_the_others_hav
         name: WorkerReport(
             0,
             sends={receiver: SenderReport(2, 9) for sender, receiver in pairs if sender == name},
-            takes={
+            receives={
                 sender: ReceiverReport(2 - ((sender, name) in lost), 9)
                 for sender, receiver in pairs
                 if receiver == name

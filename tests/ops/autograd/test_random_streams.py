@@ -99,8 +99,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device, torc
     yield generators
     for device, generator in generators.items():
         assert torch.equal(generator.get_state(), before[device])
-        turns[device].take(0)
-        turns[device].give()
+        turns[device].acquire(0)
+        turns[device].release()
 
 
 Devices = dict[torch.device, torch.Generator]

@@ -70,9 +70,9 @@ def test_of_overlapping_backwards_the_last_takes_the_sum() -> None:
     guard = guarded(owned)
     guard.begin(owned)
     made = step(owned)
-    assert guard.take() == {}
+    assert guard.pop_gradients() == {}
     assert values(owned) == [10.0, None]
-    assert guard.take()[id(owned[0])] is made[0]
+    assert guard.pop_gradients()[id(owned[0])] is made[0]
     assert values(owned) == [1.0, None]
 
 
@@ -82,7 +82,7 @@ def test_of_overlapping_backwards_one_failure_restores_what_was_there() -> None:
     guard = guarded(owned)
     guard.begin(owned)
     step(owned)
-    assert guard.take() == {}
+    assert guard.pop_gradients() == {}
     guard.roll_back()
     assert identities(owned) == before
 
