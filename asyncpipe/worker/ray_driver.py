@@ -1,89 +1,60 @@
-"""Ray's part: reserves room on a cluster, and runs agents in it. A process of its own, started by ``RayWorkers``.
+"""Ray's part: reserves room on a cluster, and runs agents in it. The entry of a worker that ``RayWorkers`` starts.
 
 Ray's driver replaces signal handlers and hooks of its process, starts threads, and writes to its output. None of that
-is in the controller's process, which imports no Ray. Commands come as lines of JSON on standard input; when that ends,
-all that was started here ends, and so does this process.
-
-This file imports nothing of asyncpipe: it runs before ``sys.path`` says where that is.
+is in the controller's process, which imports no Ray. What is raised there is a ``LauncherError`` with Ray's words:
+Ray's own errors would import Ray.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
 import os
-import queue
 import socket
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+from asyncpipe.errors import LauncherError
+from asyncpipe.runtime.workers.control_client import ControlClient
+
+__all__ = ["serve"]
 
 CONNECT_SECONDS = 10.0
 """For a cluster to answer at all."""
-END_SECONDS = 15.0
-"""For Ray to shut down. The kernel kills what it has started when this process is gone."""
 
 
-def main() -> None:
-    """Do what the lines say, until there are no more."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Whatever Ray prints is no answer.
-    ray = _Ray(answers)
-    commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(commands,), daemon=True).start()
-    # On this thread: what Ray starts ends with the thread that has started it.
-    while (command := commands.get()) is not None:
-        ray.do(command)
-    ray.close()
-    os._exit(0)
-
-
-def _read(commands: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    for line in sys.stdin:
-        commands.put(json.loads(line))
-    ending = threading.Timer(END_SECONDS, os._exit, (1,))  # Also if Ray is still starting.
-    ending.daemon = True
-    ending.start()
-    commands.put(None)
+async def serve(control: ControlClient) -> None:
+    """Do what the controller says, until it says to stop."""
+    os.setsid()  # Ctrl-C means the controller.
+    os.dup2(2, 1)  # Whatever Ray prints is no output of the controller's program.
+    ray = _Ray()
+    try:
+        await control.serve(ray.handle)
+    finally:
+        ray.close()
 
 
 class _Ray:
-    def __init__(self, answers: Any) -> None:
-        self._answers = answers
-        self._lock = threading.Lock()
+    """Used on the main thread: what Ray starts ends with the thread that has started it."""
+
+    def __init__(self) -> None:
         self._groups: list[Any] = []
         self._actors: dict[int, Any] = {}
 
-    def do(self, command: dict[str, Any]) -> None:
-        number, name = command.pop("number"), command.pop("do")
-        if name == "open":
-            sys.path[:] = [*sys.path[1:], *command.pop("path")]
-        function = getattr(self, f"_{name}")
-        if name in ("open", "kill"):
-            self._answer(number, function, command)
-        else:  # They wait for others.
-            if name == "start":
-                command["number"] = number
-            threading.Thread(target=self._answer, args=(number, function, command), daemon=True).start()
+    def handle(self, command: tuple[str, dict[str, Any]]) -> Awaitable[Any]:
+        name, arguments = command
+        return _in_words(getattr(self, f"_{name}"), arguments)
 
     def close(self) -> None:
         if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
-            for number in list(self._actors):
-                self._kill(number)
+            for actor in self._actors.values():
+                ray.kill(actor)
             for group in self._groups:
                 ray.util.remove_placement_group(group)
             ray.shutdown()
 
-    def _answer(self, number: int, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        try:
-            answer = {"value": function(**arguments)}
-        except Exception as error:  # noqa: BLE001 - the controller raises it
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        with self._lock:
-            print(json.dumps({"number": number, **answer}), file=self._answers, flush=True)
-
-    def _open(self, address: str, options: dict[str, Any]) -> dict[str, Any]:
+    async def _open(self, address: str, options: dict[str, Any]) -> dict[str, Any]:
         """Connect to a cluster, or start one; what its machines are."""
         host, _, port = address.rpartition(":")
         if port.isdecimal() and "/" not in host:
@@ -103,13 +74,13 @@ class _Ray:
         ]
         return {"nodes": nodes, "here": ray.util.get_node_ip_address()}
 
-    def _reserve(self, bundles: list[dict[str, float]], strategy: str, seconds: float) -> int:
+    async def _reserve(self, bundles: list[dict[str, float]], strategy: str, seconds: float) -> int:
         """A placement group, once it is there; its number."""
         import ray
         from ray.util.placement_group import placement_group
 
         group = placement_group(bundles, strategy=strategy)
-        if not group.wait(seconds):
+        if not await asyncio.to_thread(group.wait, seconds):
             ray.util.remove_placement_group(group)
             asked = {name for bundle in bundles for name in bundle}
             free, all_there = (
@@ -121,35 +92,39 @@ class _Ray:
         self._groups.append(group)
         return len(self._groups) - 1
 
-    def _start(self, number: int, group: int, bundle: int, needs: dict[str, float], **run: Any) -> Any:
-        """Run an agent in a bundle; how it ended."""
+    async def _start(self, number: int, group: int, bundle: int, needs: dict[str, float], **run: Any) -> Any:
+        """Run agent ``number`` in a bundle; how it ended."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        # Machines need not be able to import this file.
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         needs = dict(needs)
-        actor = (
-            ray.remote(_AgentActor)
-            .options(
-                num_cpus=needs.pop("CPU", 0),
-                num_gpus=needs.pop("GPU", 0),
-                resources=needs,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._groups[group], placement_group_bundle_index=bundle
-                ),
-            )
-            .remote()
-        )
-        self._actors[number] = actor
+        strategy = PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=bundle)
+        options = {
+            "num_cpus": needs.pop("CPU", 0),
+            "num_gpus": needs.pop("GPU", 0),
+            "resources": needs,
+            "scheduling_strategy": strategy,
+        }
+        self._actors[number] = actor = ray.remote(_AgentActor).options(**options).remote()
         try:
-            return ray.get(actor.run.remote(**run))
+            return await asyncio.wrap_future(actor.run.remote(**run).future())
         finally:
             self._actors.pop(number, None)
 
-    def _kill(self, of: int) -> None:
+    async def _kill(self, number: int) -> None:
         import ray
 
-        if (actor := self._actors.get(of)) is not None:
+        if (actor := self._actors.get(number)) is not None:
             ray.kill(actor)
+
+
+async def _in_words(function: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Any:
+    try:
+        return await function(**arguments)
+    except Exception as error:  # noqa: BLE001 - the controller raises it
+        raise LauncherError(f"{type(error).__name__}: {error}") from None
 
 
 class _AgentActor:
@@ -181,7 +156,3 @@ class _AgentActor:
                 os.write(2, part)  # To Ray's log.
                 tail = (tail + part)[-4096:]
             return [process.wait(), tail.decode(errors="replace")]
-
-
-if __name__ == "__main__":
-    main()

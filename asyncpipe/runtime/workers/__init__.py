@@ -18,7 +18,7 @@ In the order of a start:
 ``process_launcher.py``  starts processes of this machine: ``child_process.py`` a fresh interpreter, ``fork_server.py``
                    one that others are forked from (``process_title.py`` tells them apart), ``local_process.py``
                    what the controller has of each
-``ray_workers.py``  starts them on the machines of a Ray cluster; ``ray_process.py`` is where Ray itself runs
+``ray_workers.py``  starts them on the machines of a Ray cluster; Ray itself runs in a worker of its own
 ``torchrun_workers.py``  starts them in torchrun's processes, which meet in ``torchrun.py``
 ``agents.py``      workers that agents start, which are where the two above have put them; ``agent.py`` is such an agent
 ``handed_down.py``  what a worker takes over from its controller's process

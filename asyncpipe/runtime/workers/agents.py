@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from asyncpipe.errors import WorkerLostError
+from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.runtime.workers.agent import ENTRY, ChildEnded, StartChild, Strike
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.handed_down import HandedDown
-from asyncpipe.runtime.workers.launcher import Invitation, Launcher
+from asyncpipe.runtime.workers.launcher import Invitation, Launcher, PlannedWorker
 from asyncpipe.runtime.workers.supervisor import WorkerLimits
 
-__all__ = ["AgentProcess", "Agents", "shared_out"]
+__all__ = ["AgentProcess", "Agents", "FarProcess", "by_host", "shared_out"]
 
 KILLED_SECONDS = 1.0
-"""For an agent to say that a worker which it was told to kill has ended. Its host may be gone."""
+"""For who has started a process to say that it has ended, when it was told to kill it. Its host may be gone."""
 PASSED_ON = ("CUBLAS_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
 """Variables of the environment that begin so are the controller's in all workers: results may depend on them."""
 
 
-class AgentProcess:
-    """A worker that an agent has started: a ``WatchedProcess``."""
+class FarProcess:
+    """A process that somebody else has started, who says how it ends: a ``WatchedProcess``."""
 
     board = None
     batches = None
+    has_own_accelerators = False
 
-    def __init__(self, token: bytes, agent: WorkerConnection, *, has_own_accelerators: bool) -> None:
-        self.agent = agent
-        self.has_own_accelerators = has_own_accelerators
-        self._token = token
+    def __init__(self, strike: Callable[[bool], object]) -> None:
+        """``strike`` tells who has started it to kill it, or (``True``) to have it write down its stacks."""
+        self._strike = strike
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int | None] = self._loop.create_future()
         self._stderr = ""
 
     def kill(self) -> None:
         if not self._ended.done():
-            self._strike(stacks=False)
+            self._strike(False)
             self._loop.call_later(KILLED_SECONDS, self.end, None, "")
 
     def show_stacks(self) -> None:
-        self._strike(stacks=True)
+        self._strike(True)
 
     async def wait(self) -> int | None:
         return await asyncio.shield(self._ended)
@@ -57,7 +57,17 @@ class AgentProcess:
             self._stderr = stderr
             self._ended.set_result(status)
 
-    def _strike(self, *, stacks: bool) -> None:
+
+class AgentProcess(FarProcess):
+    """A worker that an agent has started."""
+
+    def __init__(self, token: bytes, agent: WorkerConnection, *, has_own_accelerators: bool) -> None:
+        super().__init__(self._tell)
+        self.agent = agent
+        self.has_own_accelerators = has_own_accelerators
+        self._token = token
+
+    def _tell(self, stacks: bool) -> None:
         with suppress(WorkerLostError):
             self.agent.send(Strike(self._token, stacks), urgent=True)
 
@@ -129,6 +139,22 @@ class Agents:
             if (running := self._group.workers.get(name)) is not None:
                 return running
             return (await self._group.start(name))[0]
+
+
+def by_host(workers: Sequence[PlannedWorker]) -> dict[str, list[PlannedWorker]]:
+    """``workers`` by the host that their devices name; all under ``""`` if they name none. Raises ``OptionError``."""
+    found: dict[str, list[PlannedWorker]] = {}
+    for worker in workers:
+        if len(worker.hosts) > 1:
+            raise OptionError(f"the devices of worker {worker.name!r} are on several hosts; a worker is on one")
+        found.setdefault(worker.hosts[0] if worker.hosts else "", []).append(worker)
+    if "" in found and len(found) > 1:
+        named = next(worker for worker in workers if worker.hosts)
+        raise OptionError(
+            f"{named.devices[0]!r} names a host, and {found[''][0].devices[0]!r} does not; name one for each device, "
+            "or for none"
+        )
+    return found
 
 
 def shared_out(names: Sequence[str], places: int) -> list[tuple[str, ...]]:

@@ -2,8 +2,8 @@
 
 ::
 
-    controller ── lines ── Ray's driver ── actor ── agent ── worker
-        ║                                             ║        ║
+    controller            Ray's driver ── actor ── agent ── worker
+        ║                        ║                    ║        ║
         ╚════════ control connections, TCP ═══════════╩════════╝
 """
 
@@ -12,19 +12,23 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from asyncpipe.core.checks import check_choice, check_positive
-from asyncpipe.errors import LauncherError, OptionError, missing_package
-from asyncpipe.runtime.workers.agents import AgentProcess, Agents, shared_out
+from asyncpipe.errors import LauncherError, OptionError, WorkerLostError, missing_package
+from asyncpipe.runtime.workers.agents import AgentProcess, Agents, FarProcess, by_host, shared_out
 from asyncpipe.runtime.workers.child_process import PROGRAM
+from asyncpipe.runtime.workers.connection import WorkerConnection
+from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.launcher import Address, Invitation, PlannedWorker
 from asyncpipe.runtime.workers.place import address_of_interface
-from asyncpipe.runtime.workers.ray_process import RayProcess
+from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
+from asyncpipe.runtime.workers.supervisor import WorkerLimits
 
 __all__ = ["RayWorkers"]
 
@@ -32,8 +36,14 @@ OBJECT_STORE_BYTES = 80 << 20
 """Of a cluster of our own. Ray wants 75 MiB at least, and nothing is put there."""
 OWN_RESOURCE = "asyncpipe"
 """What workers take of a cluster of our own, which has no end of it: nobody else asks for CPUs there."""
-KILLED_SECONDS = 1.0
-"""For Ray to say that an actor which it was told to kill has ended. It says so of none that waits for room."""
+DRIVER = "asyncpipe.worker.ray_driver:serve"
+END_SECONDS = 20.0
+"""For Ray to shut down."""
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Otherwise Ray warns of what it will do one day.
+    "RAY_DEDUP_LOGS": "0",
+}
 LONGEST_FOLDER = 40
 """Letters. Ray makes paths of Unix sockets of it, which may have 107."""
 
@@ -116,7 +126,7 @@ class RayWorkers:
         if self._folder is not None:
             self._folder.remove()
 
-    async def _open(self) -> RayProcess:
+    async def _open(self) -> RayDriver:
         if importlib.util.find_spec("ray") is None:
             raise missing_package("workers='ray' needs Ray", "ray")
         options = dict(self._options)
@@ -128,12 +138,12 @@ class RayWorkers:
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": self._temporary(),
             } | options
-        ray = RayProcess()
+        ray = RayDriver()
         try:
-            found = await ray.ask("open", address=self._address, options=options, path=sys.path)
+            found = await ray.ask("open", address=self._address, options=options)
             self._nodes = found["nodes"]
             self._actors.address = self._own_address(found["here"])
-        except LauncherError as error:
+        except (LauncherError, WorkerLostError) as error:
             await ray.close()
             where = "start" if self._address == "local" else f"be reached at {self._address!r}"
             raise LauncherError(f"Ray cannot {where}: {error}") from None
@@ -159,7 +169,7 @@ class RayWorkers:
             )
         return None
 
-    async def _reserve(self, ray: RayProcess, workers: Sequence[PlannedWorker]) -> None:
+    async def _reserve(self, ray: RayDriver, workers: Sequence[PlannedWorker]) -> None:
         groups = self._groups(workers)
         bundles = [self._needs(members) for members in groups.values()]
         pinned = self._pinned([name for name in groups if self._placement == "host"])
@@ -184,30 +194,19 @@ class RayWorkers:
 
     def _groups(self, workers: Sequence[PlannedWorker]) -> dict[str, list[PlannedWorker]]:
         """The workers of each bundle, by host or by worker."""
-        named = [worker for worker in workers if worker.hosts]
-        if wrong := [worker.name for worker in workers if len(worker.hosts) > 1]:
-            raise OptionError(f"the devices of worker {wrong[0]!r} are on several hosts; a worker is on one")
+        named = by_host(workers)
         if self._placement == "device":
-            if named:
+            if first := next((worker for worker in workers if worker.hosts), None):
                 raise OptionError(
-                    f"{named[0].devices[0]!r} names a host, and with placement='device' Ray chooses it; use 'host'"
+                    f"{first.devices[0]!r} names a host, and with placement='device' Ray chooses it; use 'host'"
                 )
             return {worker.name: [worker] for worker in workers}
-        if not named:
-            places = min(self._hosts or len(self._nodes), len(workers))
-            by_name = {worker.name: worker for worker in workers}
-            shares = shared_out(list(by_name), places)
-            return {f"host {place}": [by_name[name] for name in names] for place, names in enumerate(shares)}
-        if len(named) < len(workers):
-            without = next(worker for worker in workers if not worker.hosts)
-            raise OptionError(
-                f"{named[0].devices[0]!r} names a host, and {without.devices[0]!r} does not; name one for each device, "
-                "or for none"
-            )
-        groups: dict[str, list[PlannedWorker]] = {}
-        for worker in workers:
-            groups.setdefault(worker.hosts[0], []).append(worker)
-        return groups
+        if "" not in named:
+            return named
+        places = min(self._hosts or len(self._nodes), len(workers))
+        by_name = {worker.name: worker for worker in workers}
+        shares = shared_out(list(by_name), places)
+        return {f"host {place}": [by_name[name] for name in names] for place, names in enumerate(shares)}
 
     def _needs(self, workers: Sequence[PlannedWorker]) -> dict[str, float]:
         """What a bundle has to have."""
@@ -247,7 +246,7 @@ class _Actors:
     """A launcher of agents, as actors."""
 
     def __init__(self) -> None:
-        self.ray: RayProcess | None = None
+        self.ray: RayDriver | None = None
         self.address: Address | None = None
         self.places: dict[str, _BundleOfAgent] = {}
 
@@ -262,51 +261,56 @@ class _Actors:
         """Ray itself ends when its agents have."""
 
 
-class _ActorProcess:
-    """An agent in an actor: a ``WatchedProcess``."""
+class RayDriver:
+    """The process that Ray's driver is in: a worker of a group of its own (``asyncpipe/worker/ray_driver.py``)."""
 
-    board = None
-    batches = None
-    has_own_accelerators = False
+    def __init__(self) -> None:
+        self._group = WorkerGroup(ProcessLauncher(QUIET), DRIVER, limits=WorkerLimits(stop=END_SECONDS))
+        self._worker: WorkerConnection | None = None
 
-    def __init__(self, ray: RayProcess, place: _BundleOfAgent, invitation: Invitation) -> None:
+    async def ask(self, do: str, **arguments: Any) -> Any:
+        """The answer to a command. Raises ``LauncherError`` where Ray fails, and ``WorkerLostError``."""
+        if self._worker is None:
+            await self._group.__aenter__()
+            (self._worker,) = await self._group.start("ray")
+        return await self._worker.ask((do, arguments))
+
+    async def close(self) -> None:
+        """Have it end what it has started; a process that does not end is killed."""
+        await self._group.close()
+
+
+class _ActorProcess(FarProcess):
+    """An agent in an actor."""
+
+    _numbers = count()
+
+    def __init__(self, ray: RayDriver, place: _BundleOfAgent, invitation: Invitation) -> None:
+        super().__init__(self._tell)
         self._ray = ray
-        passed_on = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-        self._number, ended = ray.begin(
-            "start",
-            group=place.group,
-            bundle=place.bundle,
-            needs=dict(place.needs),
-            line=invitation.line().decode(),
-            program=str(PROGRAM),
-            environment=passed_on,
-        )
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int | None] = self._loop.create_future()
-        self._stderr = ""
-        asyncio.wrap_future(ended).add_done_callback(self._has_ended)
+        self._number = next(self._numbers)
+        self._under_way = {self._loop.create_task(self._run(place, invitation))}
 
-    def kill(self) -> None:
-        if not self._ended.done():
-            self._ray.begin("kill", of=self._number)
-            self._loop.call_later(KILLED_SECONDS, self._end, None, "")
+    async def _run(self, place: _BundleOfAgent, invitation: Invitation) -> None:
+        try:
+            ended = await self._ray.ask(
+                "start",
+                number=self._number,
+                group=place.group,
+                bundle=place.bundle,
+                needs=dict(place.needs),
+                line=invitation.line().decode(),
+                program=str(PROGRAM),
+                environment={name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
+            )
+            self.end(*ended)
+        except (LauncherError, WorkerLostError) as error:  # Ray has lost it, or could not start it.
+            self.end(None, str(error))
 
-    def show_stacks(self) -> None:
-        """An agent that hangs is of no interest."""
+    def _tell(self, stacks: bool) -> None:
+        if not stacks:  # Those of an agent that hangs are of no interest.
+            self._under_way.add(self._loop.create_task(self._kill()))
 
-    async def wait(self) -> int | None:
-        return await asyncio.shield(self._ended)
-
-    def stderr(self) -> str:
-        return self._stderr
-
-    def _has_ended(self, ended: asyncio.Future[Any]) -> None:
-        if (error := ended.exception()) is not None:  # Ray has lost it, or could not start it.
-            self._end(None, str(error))
-        else:
-            self._end(*ended.result())
-
-    def _end(self, status: int | None, stderr: str) -> None:
-        if not self._ended.done():
-            self._stderr = stderr
-            self._ended.set_result(status)
+    async def _kill(self) -> None:
+        with suppress(LauncherError, WorkerLostError):
+            await self._ray.ask("kill", number=self._number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import sys
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import OptionError
-from asyncpipe.runtime.workers.agents import AgentProcess, Agents, shared_out
+from asyncpipe.runtime.workers.agents import AgentProcess, Agents, FarProcess, by_host, shared_out
 from asyncpipe.runtime.workers.child_process import PROGRAM
 from asyncpipe.runtime.workers.launcher import Address, Invitation, PlannedWorker
 from asyncpipe.runtime.workers.torchrun import Rank, RankHere, Rendezvous, rendezvous
@@ -70,18 +69,7 @@ class TorchrunWorkers:
         await self._agents.close()
 
     def _place(self, workers: Sequence[PlannedWorker]) -> None:
-        by_host: dict[str, list[PlannedWorker]] = {}
-        for worker in workers:
-            if len(worker.hosts) > 1:
-                raise OptionError(f"the devices of worker {worker.name!r} are on several hosts; a worker is on one")
-            by_host.setdefault(worker.hosts[0] if worker.hosts else "", []).append(worker)
-        if "" in by_host and len(by_host) > 1:
-            named = next(worker for worker in workers if worker.hosts)
-            raise OptionError(
-                f"{named.devices[0]!r} names a host, and {by_host[''][0].devices[0]!r} does not; name one for each "
-                "device, or for none"
-            )
-        for host, members in by_host.items():
+        for host, members in by_host(workers).items():
             ranks = [each for each in self._ranks if host in ("", each.host, each.host.partition(".")[0])]
             if not ranks:
                 there = ", ".join(sorted({each.host for each in self._ranks}))
@@ -114,25 +102,12 @@ class _Ranks:
         """They are there."""
         return None if self._rendezvous.own.is_one_host else (self._rendezvous.address, 0)
 
-    async def start(self, invitation: Invitation) -> _RankProcess:
+    async def start(self, invitation: Invitation) -> FarProcess:
         rank = int(invitation.name.split()[1])
-        return _RankProcess(self._rendezvous, rank, self._rendezvous.begin(rank, invitation.line()))
+        ended = asyncio.wrap_future(self._rendezvous.begin(rank, invitation.line()))
+        process = FarProcess(lambda stacks: None if stacks else self._rendezvous.hang_up(rank))
+        ended.add_done_callback(lambda ended: process.end(ended.result(), ""))
+        return process
 
     async def close(self) -> None:
         """Torchrun's processes are not ours to end."""
-
-
-class _RankProcess:
-    """An agent in a rank: a ``WorkerProcess``."""
-
-    def __init__(self, met: Rendezvous, rank: int, ended: concurrent.futures.Future[int | None]) -> None:
-        self._rendezvous = met
-        self._rank = rank
-        self._ended = ended
-
-    def kill(self) -> None:
-        if not self._ended.done():
-            self._rendezvous.hang_up(self._rank)
-
-    async def wait(self) -> int | None:
-        return await asyncio.shield(asyncio.wrap_future(self._ended))

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import signal
 import threading
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from asyncpipe.worker.ray_driver import _AgentActor
 
 
 class Cluster:
-    """In the place of ``RayProcess``: two machines, which are this one. Actors are threads."""
+    """In the place of ``RayDriver``: two machines, which are this one. Actors are threads."""
 
     def __init__(self):
         self.here = "10.0.0.1"
@@ -33,7 +32,6 @@ class Cluster:
         self.opened, self.reserved, self.started = [], [], []
         self.closed = 0
         self.threads = []
-        self.numbers = count()
 
     async def ask(self, do, **arguments):
         if do == "open":
@@ -41,24 +39,33 @@ class Cluster:
                 raise LauncherError("ConnectionError: no answer")
             self.opened.append(arguments)
             return {"nodes": self.nodes, "here": self.here}
+        if do == "start":
+            run = {name: arguments.pop(name) for name in ("line", "program", "environment")}
+            self.started.append(arguments)
+            self.threads.append(_AgentThread(run))
+            return await self.threads[-1].ended
+        if do == "kill":
+            return None
         if len(arguments["bundles"]) > len(self.nodes):
             raise LauncherError("RuntimeError: 2 machines")
         self.reserved.append(arguments)
         return len(self.reserved) - 1
 
-    def begin(self, do, **arguments):
-        ended = concurrent.futures.Future()
-        if do == "start":
-            run = {name: arguments.pop(name) for name in ("line", "program", "environment")}
-            self.started.append(arguments)
-            self.threads.append(threading.Thread(target=lambda: ended.set_result(_AgentActor().run(**run))))
-            self.threads[-1].start()
-        return next(self.numbers), ended
-
     async def close(self):
         self.closed += 1
         for thread in self.threads:
             await asyncio.to_thread(thread.join)
+
+
+class _AgentThread(threading.Thread):
+    def __init__(self, run):
+        super().__init__()
+        self._run_of_agent, self._future = run, concurrent.futures.Future()
+        self.ended = asyncio.wrap_future(self._future)
+        self.start()
+
+    def run(self):
+        self._future.set_result(_AgentActor().run(**self._run_of_agent))
 
 
 def parent_of(pid):
@@ -68,7 +75,7 @@ def parent_of(pid):
 @pytest.fixture
 def cluster(monkeypatch):
     made = Cluster()
-    monkeypatch.setattr(ray_workers, "RayProcess", lambda: made)
+    monkeypatch.setattr(ray_workers, "RayDriver", lambda: made)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,7")
     return made
@@ -175,14 +182,15 @@ async def test_nothing_is_left_of_a_start_that_an_agent_cannot_make(cluster, mon
     monkeypatch.setattr(ray_workers, "PROGRAM", "/no/such/program")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "asyncpipe" else object())
     recorded = Recorded(launcher=RayWorkers())
-    monkeypatch.setattr(Cluster, "begin", lambda self, do, **_: (0, _failed("asyncpipe is not installed on second")))
+    ask = Cluster.ask
+
+    async def fails(self, do, **arguments):
+        if do == "start":
+            raise LauncherError("asyncpipe is not installed on second")
+        return await ask(self, do, **arguments)
+
+    monkeypatch.setattr(Cluster, "ask", fails)
     async with recorded.group as group:
         with pytest.raises(Exception, match="asyncpipe is not installed on second"):
             await group.start("w", devices={"w": ("cpu:0",)})
     await until("Ray is told to end", lambda: cluster.closed)
-
-
-def _failed(text):
-    future = concurrent.futures.Future()
-    future.set_exception(LauncherError(text))
-    return future
