@@ -7,7 +7,7 @@ schedule, simulate, profile, plan, bench. What they share:
     step_options.py    options of commands that lower a schedule, and texts about its graph
     tables.py          tables, by rich
     progress.py        the progress display of train
-    metrics.py         the metrics server of train and serve
+    metrics.py         the metrics server of train and serve; log_format.py: the log of serve
 
 Commands may import everything; nothing imports them. A module here imports torch, FastAPI or rich only when its command
 runs, so that ``--help`` and the other commands start quickly.
@@ -36,11 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An ``AsyncpipeError`` becomes one line on stderr and status 2.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, more = parser.parse_known_args(argv)
+    if more and not hasattr(args, "run_with"):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     try:
         # So that a schedule's module:Class is found in the working directory, as with `python -m asyncpipe`.
         with import_path(Path.cwd()):
-            status: int = args.run(args)
+            status: int = args.run_with(more) if hasattr(args, "run_with") else args.run(args)
         sys.stdout.flush()
     except AsyncpipeError as error:
         print(f"asyncpipe: error: {error}", file=sys.stderr)

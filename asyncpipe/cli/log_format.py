@@ -1,101 +1,52 @@
-"""The log of a command that serves: lines of text or of JSON on stderr, of which refused requests get only a few.
-
-::
-
-    2026-11-21 18:00:00,123 ERROR asyncpipe.service.jobs: job 01j… (charlm) failed at step 43, attempt 2: …
-    {"time": "2026-11-21T18:00:00.123Z", "level": "error", "logger": "asyncpipe.service.jobs", "message": "job …",
-     "job": "01j…", "job_name": "charlm", "event": "end", "state": "failed", "step": 43, …}
-"""
+"""Where the log of ``asyncpipe serve`` goes: to stderr as text or JSON lines, and the audit to files of its own."""
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
-import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from typing import Any, TextIO
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-__all__ = ["FORMATS", "JsonLines", "RefusalLimit", "log_to_stderr"]
+from asyncpipe.errors import missing_package
+
+__all__ = ["FORMATS", "LEVELS", "service_log"]
 
 FORMATS = ("text", "json")
-TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-AT_ONCE, EACH = 10, 60.0
-"""So many refused requests are logged within so many seconds; the next one says how many were not."""
-
-_OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
-
-
-def log_to_stderr(level: str, form: str) -> None:
-    """Have the root logger write to stderr, from ``level`` on, in one of ``FORMATS``."""
-    handler = _LimitedHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+LEVELS = ("debug", "info", "warning", "error")
+FIELDS = ["asctime", "levelname", "name", "message"]
+MOST_BYTES = 64 * 2**20
+"""Of one file of the audit, about 200,000 lines. A full file is renamed to ``audit.jsonl.1``, which it replaces."""
 
 
-class JsonLines(logging.Formatter):
-    """A record as one line of JSON: time, level, logger and message, and what else the record says, by its names."""
+def service_log(level: str, form: str, folder: Path) -> dict[str, Any]:
+    """A configuration for ``logging.config.dictConfig``: stderr from ``level`` on, in one of ``FORMATS``.
 
-    def format(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        table: dict[str, Any] = {
-            "time": when.replace("+00:00", "Z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        for name, value in vars(record).items():
-            if name not in _OF_EVERY_RECORD and (value is None or isinstance(value, str | int | float | bool)):
-                table.setdefault(name, value)
-        if record.exc_info:
-            table["exception"] = self.formatException(record.exc_info)
-        if record.stack_info:
-            table["stack"] = self.formatStack(record.stack_info)
-        return json.dumps(table)
-
-
-class RefusalLimit:
-    """Lets a few records about refused requests pass in each minute, and all other records.
-
-    Anybody who reaches the port can have a request refused, and a flood of them must not be one of the log. The files
-    beside the audit have each refusal.
+    What ``asyncpipe.service.http.audit`` logs goes to ``folder``: changes to ``audit.jsonl`` and refusals to
+    ``refused.jsonl``, so that many refusals push no changes out.
     """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since = 0.0
-        self._passed = 0
-        self._held_back = 0
-
-    def let_through(self, record: logging.LogRecord) -> logging.LogRecord | None:
-        """What is logged in the place of ``record``; ``None`` for nothing."""
-        if not getattr(record, "refused", False):
-            return record
-        now = self._clock()
-        if now - self._since >= EACH:
-            self._since, self._passed = now, 0
-        if self._passed >= AT_ONCE:
-            self._held_back += 1
-            return None
-        self._passed += 1
-        if not self._held_back:
-            return record
-        # A copy: other handlers have the same record.
-        told = logging.makeLogRecord(vars(record))
-        told.msg, told.args = f"{record.getMessage()} (and {self._held_back} more refused before)", None
-        told.not_logged = self._held_back
-        self._held_back = 0
-        return told
-
-
-class _LimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes what the limit lets through. No filter does that: it could not put another record in the place of one."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self._limit = RefusalLimit()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if (shown := self._limit.let_through(record)) is not None:
-            super().emit(shown)
+    if find_spec("pythonjsonlogger") is None:
+        raise missing_package("a service writes JSON lines with python-json-logger", "service")
+    audit = {"formatter": "json", "class": "logging.handlers.RotatingFileHandler", "delay": True}
+    audit |= {"maxBytes": MOST_BYTES, "backupCount": 1, "encoding": "utf-8"}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "text": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"},
+            "json": {
+                "()": "pythonjsonlogger.json.JsonFormatter",
+                "fmt": FIELDS,
+                "rename_fields": {"asctime": "time", "levelname": "level", "name": "logger"},
+            },
+        },
+        "handlers": {
+            "stderr": {"class": "logging.StreamHandler", "formatter": form},
+            "changes": {**audit, "filename": str(folder / "audit.jsonl")},
+            "refusals": {**audit, "filename": str(folder / "refused.jsonl")},
+        },
+        "root": {"level": level.upper(), "handlers": ["stderr"]},
+        "loggers": {
+            "asyncpipe.audit": {"level": "INFO", "handlers": ["changes"], "propagate": False},
+            "asyncpipe.audit.refused": {"handlers": ["refusals"], "propagate": False},
+            "uvicorn.access": {"level": "WARNING"},
+        },
+    }

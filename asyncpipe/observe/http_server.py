@@ -1,105 +1,70 @@
 """An ASGI application under uvicorn, on the loop that runs: what serves the live view and the API of a service.
 
-uvicorn's own ``Server`` handles signals, ends the process where it cannot listen, polls, and waits for open event
-streams before it tells the application to end them. A server that is a part of a program can do none of that, so
-uvicorn's parts are put together here: its configuration, its connections and their state. The end has this order::
-
-    no new connections ──▶ the application's lifespan ends, which ends its streams ──▶ the answers that are under way
-    are waited for (SHUTDOWN_SECONDS) ──▶ the connections that are left are cut
+The application's lifespan ends before the server does: uvicorn waits for open answers before it would end a lifespan,
+and event streams are answers that only the application's end ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from email.utils import formatdate
-from typing import TYPE_CHECKING, TypeAlias
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
+from uvicorn import Config, Server
 
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-__all__ = ["Connect", "served"]
+__all__ = ["served"]
 
-SHUTDOWN_SECONDS = 1.0
+SHUTDOWN_SECONDS = 1
 """How long a server that ends waits for answers that are under way."""
-BACKLOG = 1024
-"""Connections that the kernel has ready. It drops further ones, whose clients try again after a second."""
-
-Connect: TypeAlias = Callable[[Config, ServerState], HttpToolsProtocol]
-"""Makes the protocol of a new connection."""
+MOST_HEAD = 64 * 2**10
+"""The most bytes of a request's head."""
 
 
-def _plain(config: Config, state: ServerState) -> HttpToolsProtocol:
-    return HttpToolsProtocol(config, state, {})
+class _Server(Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the program, of which the server is a part."""
+        yield
 
 
 @asynccontextmanager
-async def served(app: Starlette, address: str, port: int, what: str, connect: Connect = _plain) -> AsyncIterator[int]:
+async def served(app: Starlette, address: str, port: int, what: str, **options: Any) -> AsyncIterator[int]:
     """Serve ``app`` on the running loop during the block; yields the port, of which 0 takes a free one.
 
-    The application's lifespan is the block's. Signals are left to the program. Raises ``OptionError`` where it cannot
-    listen, which says that ``what`` cannot be served.
+    The application's lifespan is the block's. Signals are left to the program. ``options`` are further ones of
+    ``uvicorn.Config``. Raises ``OptionError`` where it cannot listen, which says that ``what`` cannot be served.
     """
-    config = Config(
-        app, interface="asgi3", loop="none", ws="none", lifespan="off", log_config=None, proxy_headers=False,
-        server_header=False,
-    )  # fmt: skip
-    config.load()
-    state = ServerState()
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(_dated(state))
-        stack.push_async_callback(_end, state)
-        await stack.enter_async_context(app.router.lifespan_context(app))
-
-        def make() -> HttpToolsProtocol:
-            connection = connect(config, state)
-            # The option of the configuration would disable the logger of another uvicorn in this process as well.
-            connection.access_log = False
-            return connection
-
-        try:
-            listening = await asyncio.get_running_loop().create_server(make, address, port, backlog=BACKLOG)
-        except (OSError, OverflowError) as error:
-            raise OptionError(f"cannot serve {what} on {address}:{port}: {error}") from error
-        stack.callback(listening.close)
-        yield listening.sockets[0].getsockname()[1]
-
-
-async def _end(state: ServerState) -> None:
-    """Wait for answers that are under way, and cut the connections of those that take too long."""
-    for connection in list(state.connections):
-        connection.shutdown()
-    if state.tasks:
-        await asyncio.wait(state.tasks, timeout=SHUTDOWN_SECONDS)
-    for connection in list(state.connections):
-        connection.transport.abort()
-    while state.connections:  # noqa: ASYNC110 - transports tell it in a callback of the loop
-        await asyncio.sleep(0)
-    if state.tasks:  # What waited for a client has been told that it is gone.
-        await asyncio.wait(state.tasks, timeout=SHUTDOWN_SECONDS)
-    for task in list(state.tasks):
-        task.cancel()
-
-
-@asynccontextmanager
-async def _dated(state: ServerState) -> AsyncIterator[None]:
-    """Have answers say the date, during the block."""
-
-    async def tell() -> None:
-        while True:
-            state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
-            await asyncio.sleep(1)
-
-    telling = asyncio.create_task(tell(), name="asyncpipe-date")
     try:
-        yield
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        if not 0 <= port < 2**16:
+            raise OSError("ports end at 65535")
+        listening = socket.create_server((address, port), family=family)
+    except OSError as error:
+        raise OptionError(f"cannot serve {what} on {address}:{port}: {error}") from error
+    config = Config(
+        app,
+        http="h11",  # Of uvicorn's two, the one that limits a request's head.
+        h11_max_incomplete_event_size=MOST_HEAD,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        **{"proxy_headers": False, **options},
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([listening]), name=f"asyncpipe: {what}")
+    try:
+        async with app.router.lifespan_context(app):
+            yield listening.getsockname()[1]
     finally:
-        telling.cancel()
-        await asyncio.wait([telling])
+        server.should_exit = True
+        await asyncio.wait([serving])
+        listening.close()

@@ -10,7 +10,6 @@
     settings/             what the operator sets
     store/                the jobs on disk
     known_tokens.py       who the service knows by their tokens; token_roles.py: what they may do
-    descriptors.py        how many files the process may open, and for what
     http/                 the HTTP API and its pages
     client/               JobClient, and AsyncJobClient for asyncio
     job_states.py         the states of a job and the transitions between them

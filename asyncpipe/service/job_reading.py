@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -131,16 +131,14 @@ class JobReading(ABC):
         files = await self._files(job)
         return await in_thread(files.found)
 
-    async def open_artifact(
-        self, job: str, name: str, step: int | None = None, redact: Callable[[str], str] = str
-    ) -> OpenArtifact:
+    async def open_artifact(self, job: str, name: str, step: int | None = None) -> OpenArtifact:
         """The artifact ``name`` of ``job``, open; of a model, that of the snapshot after ``step``, or of the newest.
 
-        Texts of the log go through ``redact``. The caller closes it. Raises ``UnknownJobError``,
+        The caller closes it. Raises ``UnknownJobError``,
         ``UnknownArtifactError``, and ``ArtifactError`` if the disk fails.
         """
         files = await self._files(job)
-        parts = [part async for part in self._parts(job, name, redact)]
+        parts = [part async for part in self._parts(job, name)]
         opened: list[OpenArtifact] = []
         try:
             await in_thread(lambda: opened.append(files.open(name, step, parts)))
@@ -150,7 +148,7 @@ class JobReading(ABC):
             raise
         return opened[0]
 
-    async def _parts(self, job: str, name: str, redact: Callable[[str], str]) -> AsyncIterator[bytes]:
+    async def _parts(self, job: str, name: str) -> AsyncIterator[bytes]:
         """The content of an artifact whose rows are in the store, some rows at a time; nothing for any other."""
         store, last = self.manager.jobs.store, 0
         if name == "losses.csv":
@@ -161,7 +159,7 @@ class JobReading(ABC):
                 yield await in_thread(partial(loss_lines, rows, as_csv=name == "losses.csv"))
         elif name == "log.jsonl":
             await self.loop.hop(self.manager.logs.flush(job))
-            yield event_lines(await store.events(job), redact)
+            yield event_lines(await store.events(job))
 
     async def _files(self, job: str) -> JobFiles:
         manager = self.manager

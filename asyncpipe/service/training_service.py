@@ -136,7 +136,7 @@ class TrainingService(JobReading):
                 await in_thread(lambda: check_before_opening(path, jobs))
             store = await stack.enter_async_context(JobStore(path))
             await check_state(store, jobs, refuse=refuse)
-            await stack.enter_async_context(self.tokens.kept())
+            await in_thread(self.tokens.refresh)
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
             self.collector.commits = lambda: store.commits
             self.collector.hung_tasks = lambda: manager.hung

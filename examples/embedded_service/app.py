@@ -1,9 +1,9 @@
 """A web application that trains models beside its own work: asyncpipe's service in an application of FastAPI.
 
-    uvicorn --factory --app-dir examples/embedded_service app:application      # then open http://127.0.0.1:8000/
+    uvicorn --factory --app-dir examples/embedded_service --timeout-graceful-shutdown 5 app:application
 
-The application keeps its loop, its signals and its routes; training has a loop and threads of its own. The service's
-pages and API are mounted at ``/training/``.
+Then open http://127.0.0.1:8000/. The application keeps its loop, its signals and its routes; training has a loop and
+threads of its own. The service's pages and API are mounted at ``/training/``.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_a_service_trains_what_it_is_given_and_ends_in_peace(folder, capsys, mon
     (folder / "token").write_text(TOKEN, encoding="utf-8")
     (folder / "token").chmod(0o600)
     (folder / "tiny.toml").write_text(as_toml(), encoding="utf-8")
-    with serve(folder, "--token-file", "token") as served:
+    with serve(folder, "--token-file", "token", "--log-format", "json") as served:
         url, port = served.line(r"^service: (http://127\.0\.0\.1:(\d+))/$").groups()
         metrics = served.line(r"^metrics: (http://\S+/metrics)$")[1]
         served.line(r"^entries: charlm:build, slow:build; devices: cpu:0, cpu:1$")
@@ -162,6 +162,8 @@ def test_a_service_trains_what_it_is_given_and_ends_in_peace(folder, capsys, mon
         assert [row["to"] for row in client.history(job)] == ["queued", "running", "finished"]
         with urlopen(metrics, timeout=10) as answer:
             assert b"asyncpipe_" in answer.read()
+        with pytest.raises(ApiError):
+            list(JobClient(url, TOKEN[::-1]).list())
         check_taken(port, capsys)
         served.ask()
         assert served.ends() == 0
@@ -169,6 +171,17 @@ def test_a_service_trains_what_it_is_given_and_ends_in_peace(folder, capsys, mon
     assert (folder / "runs" / "service").stat().st_mode & 0o777 == 0o700
     assert list((folder / "runs" / "service" / "jobs" / job / "snapshots").glob("step-*"))
     assert TOKEN not in (folder / "stderr").read_text(encoding="utf-8")
+    audit = folder / "runs" / "service"
+    changes, refusals = (
+        [json.loads(line) for line in (audit / name).read_text().splitlines()]
+        for name in ("audit.jsonl", "refused.jsonl")
+    )
+    assert [(line["what"], line["status"], line["job"], line["token"]) for line in changes] == [
+        ("POST /v1/jobs", 201, job, "service")
+    ]
+    assert [(line["what"], line["status"]) for line in refusals] == [("GET /v1/jobs", 401)] * 2
+    lines = [json.loads(line) for line in (folder / "stderr").read_text(encoding="utf-8").splitlines()]
+    assert any(line["level"] == "INFO" and line.get("job") == job for line in lines)
 
 
 def check_taken(port: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,14 +344,17 @@ def test_its_threads_share_heaps(folder):
     [
         ((), ["devices: missing; must be", "entries: missing; must be"]),
         (("--config", "nowhere.toml"), ["nowhere.toml: cannot be read: No such file"]),
-        (("--devices", "gpu:0", "--entry", "a:b", "--port", "x"), ["devices: must be", "port: must be a port from 0"]),
         (
-            ("--devices", "cpu:0", "--entry", "a:b", "--address", "0.0.0.0"),
+            ("--devices", "gpu:0", "--entries", "a:b", "--port", "x"),
+            ["devices: must be", "port: where the API listens; must be a port from 0"],
+        ),
+        (
+            ("--devices", "cpu:0", "--entries", "a:b", "--address", "0.0.0.0"),
             ["address: '0.0.0.0', which others can reach"],
         ),
         (
-            ("--devices", "cpu:0", "--entry", "a:b", "--max-running", "0"),
-            ["max_running: must be an integer of at least 1"],
+            ("--devices", "cpu:0", "--entries", "a:b", "--max-running", "0"),
+            ["max_running: the most jobs that run at once; must be an integer of at least 1"],
         ),
     ],
 )
@@ -357,14 +373,19 @@ def test_help_helps_and_a_token_is_no_flag(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--help"])
     assert ended.value.code == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     for part in (
-        "--entry MODULE:FACTORY",
+        "--no-resume",
+        "must be a port from 0 (any free one) to 65535",
         "asyncpipe serve --config service.toml",
         "SIGTERM or SIGINT",
         "[memory_limit]",
     ):
         assert part in out
+    assert cli.main(["serve", "--token", TOKEN]) == 2
+    told = capsys.readouterr().err
+    assert "set ASYNCPIPE_TOKEN, or a file" in told
+    assert TOKEN not in told
     with pytest.raises(SystemExit):
-        cli.main(["serve", "--token", TOKEN])
-    assert "unrecognized arguments" in capsys.readouterr().err
+        cli.main(["jobs", "list", "--nothing"])
+    assert "unrecognized arguments: --nothing" in capsys.readouterr().err

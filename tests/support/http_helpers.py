@@ -67,10 +67,6 @@ def make_settings(folder: Path, **more: Any) -> ServiceSettings:
         "devices": ("cpu:0", "cpu:1"),
         "entries": [ENTRY],
         "port": 0,
-        "requests_per_second": 1e6,
-        "burst": 10**6,
-        "token_requests_per_second": 1e6,
-        "token_burst": 10**6,
     }
     return ServiceSettings(**given | more)
 
@@ -193,14 +189,12 @@ class FakeService:
     async def artifacts(self, job: str) -> Sequence[Artifact]:
         return (await self._files(job)).found()
 
-    async def open_artifact(
-        self, job: str, name: str, step: int | None = None, redact: Callable[[str], str] = str
-    ) -> OpenArtifact:
+    async def open_artifact(self, job: str, name: str, step: int | None = None) -> OpenArtifact:
         is_table = name == "losses.csv"
         parts = [b"step,loss,learning_rate,seconds,tokens\r\n"] if is_table else []
         parts.append(loss_lines(self.rows.get(job, []), as_csv=is_table))
         if name.startswith("log"):
-            parts = [event_lines(self.told.get(job, []), redact)]
+            parts = [event_lines(self.told.get(job, []))]
         return (await self._files(job)).open(name, step, parts)
 
     async def _files(self, job: str) -> JobFiles:

@@ -65,7 +65,7 @@ def make_folder(folder: Path) -> Path:
     shutil.copy(EXAMPLE, folder / "code")
     (folder / "service.toml").write_text(
         'folder = "state"\nentry_path = "code"\nport = 0\nmetrics_port = "none"\n'
-        'devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]\nrequests_per_second = 1e6\nburst = 1000000\n'
+        'devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]\n'
         "max_attempts = 1000000\n"
         '[entries."charlm:build"]\nfixed = { max_bytes = 50_000 }\n',
         encoding="utf-8",

@@ -19,7 +19,7 @@ SECONDS = 50.0
 PRELOADED = [
     "torch._dynamo",
     "fastapi",
-    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.http.h11_impl",
     "asyncpipe.compat",
     "asyncpipe.ops.edges.connect",
     "asyncpipe.service.training_service",

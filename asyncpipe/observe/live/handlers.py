@@ -1,14 +1,13 @@
 """The HTTP handlers of the live view. A file apart from ``server.py``, because it needs starlette to be imported.
 
 No request changes anything, so the only danger is that foreign pages read a run's state; ``http_hosts.py`` says how
-that is prevented. ``make_app`` serves one feed. ``LiveHandlers`` looks up the feed of each request, so that one
-application can have the live pages of many jobs.
+that is prevented.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib import resources
 
@@ -21,10 +20,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncpipe.observe.http_hosts import host_name, own_host
-from asyncpipe.observe.live.event_streams import EventStream, EventStreams
+from asyncpipe.observe.live.event_streams import EventStream
 from asyncpipe.observe.live.feed import LiveFeed
 
-__all__ = ["FILES", "HEADERS", "LiveHandlers", "SecurityHeaders", "file_route", "file_routes", "file_text", "make_app"]
+__all__ = ["FILES", "HEADERS", "SecurityHeaders", "file_route", "file_routes", "file_text", "make_app"]
 
 FILES = {
     "/": ("live.html", "text/html"),
@@ -78,40 +77,19 @@ class OwnHosts:
         await PlainTextResponse(text, status_code=403)(scope, receive, send)
 
 
-class LiveHandlers:
-    """The handlers that send the state of a run.
-
-    ``find`` returns the feed that a request asks for, or raises; what ``hold`` returns is entered for each stream.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[Request], Awaitable[LiveFeed]],
-        streams: EventStreams,
-        hold: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._find = find
-        self._streams = streams
-        self._hold = hold
-
-    async def state(self, request: Request) -> Response:
-        """The newest state, once, as JSON."""
-        message = await (await self._find(request)).newest()
-        return Response(message.data, media_type="application/json")
-
-    async def events(self, request: Request) -> EventStream:
-        """The newest state and every newer one, as server-sent events."""
-        feed = await self._find(request)
-        return EventStream(self._streams, feed.follow(request.headers.get("Last-Event-ID")), self._hold())
-
-
 def make_app(feed: LiveFeed, hosts: Iterable[str]) -> Starlette:
     """An application that serves ``feed``; the first request starts it, and the end of its lifespan closes it."""
 
-    async def find(_: Request) -> LiveFeed:
-        # Not in the lifespan, since an application below another's path has none unless the other enters it.
+    # Not in the lifespan alone, since an application below another's path has none unless the other enters it.
+    async def state(_: Request) -> Response:
+        """The newest state, once, as JSON."""
         feed.start()
-        return feed
+        return Response((await feed.newest()).data, media_type="application/json")
+
+    async def events(request: Request) -> EventStream:
+        """The newest state and every newer one, as server-sent events."""
+        feed.start()
+        return EventStream(feed.follow(request.headers.get("Last-Event-ID")))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -119,16 +97,14 @@ def make_app(feed: LiveFeed, hosts: Iterable[str]) -> Starlette:
         try:
             yield
         finally:
-            await streams.close()
+            await feed.close()
 
-    streams = EventStreams(feed.close)
-    handlers = LiveHandlers(find, streams)
-    names = frozenset(host.lower() for host in hosts)
     routes = [
         *file_routes("/", "asyncpipe.observe.live", FILES),
-        Route("/state", handlers.state),
-        Route("/events", handlers.events),
+        Route("/state", state),
+        Route("/events", events),
     ]
+    names = frozenset(host.lower() for host in hosts)
     app = Starlette(
         routes=routes, lifespan=lifespan, middleware=[Middleware(SecurityHeaders), Middleware(OwnHosts, hosts=names)]
     )

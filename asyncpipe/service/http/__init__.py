@@ -1,21 +1,18 @@
-"""The HTTP API of a training service: the checks that a request passes, one module for each.
+"""The HTTP API of a training service, made with FastAPI.
 
 ::
 
     app.py                          puts the application together, and serves it. Start here.
-    connection.py                   limits of a connection: how many, how slow its request head, how slowly it reads
-      └ problems.py                 every error in one form; redact.py removes paths and secrets from texts
-          └ access_control.py       limits of a request: its host, its origin, its token, its rate (rate_limits.py)
-              └ routes/             the routes, each declared once; common.py has what they share
-                  └ json_body.py    limits of a body: how large, how slow, which JSON
+    access_control.py               what every request passes first: its host, its token, the page that sends it
+      └ problems.py                 every error in one form
+          └ routes/                 the routes, each declared once; common.py has what they share
     models.py                       bodies of requests and answers
-    openapi.py                      the document that FastAPI makes of the routes, and what this service adds
     audit.py                        a log line for each change and each refusal
-    event_stream.py                 server-sent events
-    download.py                     artifacts as a whole or by ranges (ranges.py)
+    event_stream.py                 the events of a job as server-sent events
     pages.py                        a page with all jobs, and the page of each; their files are in web/
 
-May import everything below it in the service. This module needs no FastAPI; the others do.
+Floods, slow clients and rates are not its concern: where the network is not trusted, a reverse proxy stands in front of
+it (``docker/nginx``). May import everything below it in the service. This module needs no FastAPI; the others do.
 """
 
 from __future__ import annotations
@@ -38,10 +35,9 @@ __all__ = ["make_api", "serve_api"]
 def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
     """The FastAPI application with the API and its pages, to be mounted below a path of any ASGI application.
 
-    The host enters the application's lifespan in its own, so that open streams end with it:
-    ``async with app.router.lifespan_context(app)``. It limits connections and slow request heads itself, and writes the
-    lines of the logger ``asyncpipe.audit`` where it wants them; ``serve_api`` does all of this. Raises ``OptionError``
-    without FastAPI.
+    The host enters the application's lifespan in its own: ``async with app.router.lifespan_context(app)``. At its end
+    open event streams end; a server that waits for them before it ends lifespans, as uvicorn does, is given a bound
+    (``timeout_graceful_shutdown``). Raises ``OptionError`` without FastAPI.
     """
     _check_packages()
     from asyncpipe.service.http import app

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
-from asyncpipe.service.http.redact import Redactor
 from asyncpipe.service.job_states import (
     MAX_TAGS,
     MAX_WEIGHT,
@@ -39,7 +38,6 @@ __all__ = [
     "JobsAnswer",
     "LossAnswer",
     "LossesAnswer",
-    "NothingRequest",
     "ReadyAnswer",
     "RetryRequest",
     "ScheduleRequest",
@@ -58,31 +56,16 @@ MOST_LISTED = 1000
 MOST_CAUSE = 300
 
 
-def _redacted(value: Any, info: ValidationInfo) -> Any:
-    redact: Any = info.context  # A Redactor.
-    return redact(value) if isinstance(value, str) else value
-
-
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _event_data(data: Mapping[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    return {key: _redacted(_finite(value), info) for key, value in data.items()}
-
-
 Time: TypeAlias = Annotated[float, Field(description="Unix time in seconds")]
-Redacted: TypeAlias = Annotated[str, AfterValidator(_redacted)]
 FiniteNumber: TypeAlias = Annotated[float | None, BeforeValidator(_finite)]
 
 
 class _ResponseModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True)
-
-    @classmethod
-    def of(cls, source: object, redact: Redactor | None = None) -> Self:
-        """The response for an object with attributes of the fields' names; texts go through ``redact``."""
-        return cls.model_validate(source, context=redact)
+    model_config = ConfigDict(frozen=True, from_attributes=True)
 
 
 class JobSummary(_ResponseModel):
@@ -128,9 +111,9 @@ class JobDetails(JobSummary):
     document: dict[str, JsonValue]
 
     @classmethod
-    def of_record(cls, record: JobRecord, outlook: Outlook, redact: Redactor) -> JobDetails:
+    def of_record(cls, record: JobRecord, outlook: Outlook) -> JobDetails:
         """The response for one job."""
-        return cls(**_summary(record, outlook, redact, 2000), document=dict(record.spec.document))
+        return cls(**_summary(record, outlook, 2000), document=dict(record.spec.document))
 
 
 class JobsAnswer(_ResponseModel):
@@ -140,27 +123,24 @@ class JobsAnswer(_ResponseModel):
     next: str | None = Field(description="The value of `after` for the next page; null at the end.")
 
     @classmethod
-    def of_records(
-        cls, records: Sequence[JobRecord], outlooks: Mapping[str, Outlook], redact: Redactor, limit: int
-    ) -> JobsAnswer:
+    def of_records(cls, records: Sequence[JobRecord], outlooks: Mapping[str, Outlook], limit: int) -> JobsAnswer:
         """One page of at most ``limit`` jobs; a full page may have a next one."""
-        jobs = [JobSummary(**_summary(record, outlooks[record.id], redact, MOST_CAUSE)) for record in records]
+        jobs = [JobSummary(**_summary(record, outlooks[record.id], MOST_CAUSE)) for record in records]
         return cls(jobs=jobs, next=jobs[-1].id if len(jobs) >= limit else None)
 
 
-def _summary(record: JobRecord, outlook: Outlook, redact: Redactor, longest: int) -> dict[str, Any]:
+def _summary(record: JobRecord, outlook: Outlook, longest: int) -> dict[str, Any]:
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
     of_record = ("id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from")
     of_spec = ("name", "entry", "priority_class", "weight", "deadline")
     snapshot, devices = record.snapshot, record.spec.table("pipeline").get("devices")
     return {
         **{each.name: getattr(outlook, each.name) for each in fields(outlook)},
-        "waits_for": None if outlook.waits_for is None else redact(outlook.waits_for, MOST_CAUSE),
         "devices": [str(device) for device in devices] if isinstance(devices, list) else [],
         **{name: getattr(record, name) for name in of_record},
         **{name: getattr(record.spec, name) for name in of_spec},
         "tags": list(record.spec.tags),
-        "cause": redact(record.cause, longest),
+        "cause": record.cause[:longest],
         "schedule": record.schedule,
         "steps": record.spec.table("training").get("steps"),
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
@@ -181,7 +161,7 @@ class TransitionAnswer(_ResponseModel):
     from_state: JobState | None = Field(serialization_alias="from", description="null for the submission.")
     to_state: JobState = Field(serialization_alias="to")
     at: Time
-    cause: Redacted
+    cause: str
 
 
 class HistoryAnswer(_ResponseModel):
@@ -213,13 +193,7 @@ class EventAnswer(_ResponseModel):
     id: int
     at: Time
     kind: Literal["state", "note", "snapshot", "step"]
-    data: Annotated[dict[str, JsonValue], BeforeValidator(_event_data)]
-
-
-class NothingRequest(BaseModel):
-    """An empty JSON object."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+    data: dict[str, JsonValue]
 
 
 class ScheduleRequest(BaseModel):
@@ -320,7 +294,7 @@ class WorkerAnswer(_ResponseModel):
     host: str = Field(description="What is drained, and lost, with it: the host in its name, or it alone.")
     up: bool = Field(description="Whether its process runs. Workers start when the first job needs them.")
     draining: bool = Field(description="Whether jobs are to leave it.")
-    machine: Redacted = Field(description="The name of the machine that it runs on; empty if it is not up.")
+    machine: str = Field(description="The name of the machine that it runs on; empty if it is not up.")
     pid: int = Field(description="0 if it is not up.")
     heartbeat_seconds: FiniteNumber = Field(description="Since something came from it; null if it is not up.")
     round_trip_seconds: FiniteNumber = Field(description="Of the shortest of the last pings; null before the first.")

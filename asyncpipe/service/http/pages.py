@@ -7,7 +7,9 @@ Feeds that nobody watches are closed when there are more than ``MOST_FEEDS``.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
+from functools import partial
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -15,10 +17,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from asyncpipe.observe.live import LiveView
-from asyncpipe.observe.live.event_streams import EventStreams
+from asyncpipe.observe.live.event_streams import EventStream, until
 from asyncpipe.observe.live.feed import LiveFeed
-from asyncpipe.observe.live.handlers import FILES, LiveHandlers, file_route, file_routes, file_text
-from asyncpipe.service.http.rate_limits import StreamLimit
+from asyncpipe.observe.live.handlers import FILES, file_route, file_routes, file_text
+from asyncpipe.service.http.access_control import still_known
 from asyncpipe.service.http.routes.common import job_id
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.training_service import TrainingService
@@ -40,13 +42,11 @@ SHARED_FILES = {path: file for path, file in FILES.items() if path != "/"}
 class Pages:
     """The pages of one service."""
 
-    def __init__(self, service: TrainingService, streams: EventStreams, limit: StreamLimit) -> None:
+    def __init__(self, service: TrainingService) -> None:
         self._service = service
-        self._limit = limit
         self._feeds: OrderedDict[str, _JobFeed] = OrderedDict()
         """By job; the one that was requested last is last."""
         self._closing = False
-        self._live = LiveHandlers(self._feed, streams, limit.hold)
 
     def routes(self) -> list[BaseRoute]:
         """The routes of all pages."""
@@ -55,8 +55,8 @@ class Pages:
             *file_routes("/", LIVE, SHARED_FILES),
             Route("/jobs/{id}", self._to_page),
             file_route("/jobs/{id}/", job_page(), "text/html"),
-            Route("/jobs/{id}/state", self._live.state),
-            Route("/jobs/{id}/events", self._live.events),
+            Route("/jobs/{id}/state", self._state),
+            Route("/jobs/{id}/events", self._events),
         ]
 
     async def end(self) -> None:
@@ -67,11 +67,22 @@ class Pages:
 
     async def _to_page(self, request: Request) -> Response:
         # Relative, so that it is right where a host mounts the API; so are the page's references to its files.
-        return Response(status_code=308, headers={"Location": f"{await job_id(request)}/"})
+        return Response(
+            status_code=308, headers={"Location": f"{await job_id(self._service, request.path_params['id'])}/"}
+        )
+
+    async def _state(self, request: Request) -> Response:
+        message = await (await self._feed(request)).newest()
+        return Response(message.data, media_type="application/json")
+
+    async def _events(self, request: Request) -> EventStream:
+        followed = (await self._feed(request)).follow(request.headers.get("Last-Event-ID"))
+        # The end of the application closes the feed, which sends a last message.
+        return EventStream(until(asyncio.Event(), partial(still_known, request), followed))
 
     async def _feed(self, request: Request) -> LiveFeed:
         """The feed of the job that ``request`` names. Raises ``UnknownJobError``."""
-        record = await self._service.get(await job_id(request))
+        record = await self._service.get(await job_id(self._service, request.path_params["id"]))
         view = self._service.view(record.id)
         known = self._feeds.get(record.id)
         if known is None or not known.shows(view, record):

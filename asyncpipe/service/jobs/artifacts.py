@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -38,7 +37,6 @@ from asyncpipe.train.snapshots.format import Manifest, read_manifest
 from asyncpipe.train.snapshots.resume import snapshots_in
 
 __all__ = [
-    "MEDIA",
     "TIMELINE",
     "TRACE",
     "Artifact",
@@ -92,29 +90,27 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class OpenArtifact:
-    """An artifact that is open for reading: ``size`` bytes, which do not change. ``close`` it."""
+    """An artifact that is open for reading; a context manager, or ``close`` it. Its bytes do not change."""
 
     name: str
     media_type: str
-    size: int
     sha256: str
-    step: int | None
     _file: BinaryIO
 
-    def read(self, offset: int, size: int) -> bytes:
-        """At most ``size`` bytes at ``offset``, none at the end. Blocks; from any thread. Raises ``ArtifactError``."""
-        wanted = min(size, max(0, self.size - offset))
-        try:
-            found = os.pread(self._file.fileno(), wanted, offset)
-        except OSError as error:
-            raise ArtifactError(f"{self.name} cannot be read: {error.strerror}") from error
-        if wanted and not found:
-            raise ArtifactError(f"{self.name} has {offset} bytes or less, and had {self.size}: somebody has cut it")
-        return found
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the open file."""
+        return self._file.fileno()
 
     def close(self) -> None:
         """Give it back; may be called twice."""
         self._file.close()
+
+    def __enter__(self) -> OpenArtifact:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True)
@@ -194,9 +190,8 @@ class JobFiles:
                 file = (path / model.name).open("rb", buffering=0)
             except FileNotFoundError:
                 continue  # Newer ones have taken its place.
-            assert model.size is not None
             assert model.sha256 is not None
-            return OpenArtifact(name, model.media_type, model.size, model.sha256, model.step, file)
+            return OpenArtifact(name, model.media_type, model.sha256, file)
         raise FileNotFoundError
 
     # What is made
@@ -219,7 +214,7 @@ class JobFiles:
                 sha256.update(part)
                 file.write(part)
             file.flush()
-            return OpenArtifact(name, _media(name), file.tell(), sha256.hexdigest(), None, file)
+            return OpenArtifact(name, _media(name), sha256.hexdigest(), file)
         except BaseException:
             file.close()
             raise
@@ -256,14 +251,9 @@ def loss_lines(rows: Sequence[LossRow], *, as_csv: bool) -> bytes:
     return "".join(f"{json.dumps(table)}\n" for table in tables).encode()
 
 
-def event_lines(events: Sequence[JobEvent], redact: Callable[[str], str]) -> bytes:
-    """Lines of ``log.jsonl``; texts go through ``redact``."""
-    tables = (
-        {**asdict(event), "data": {key: redact(value) if isinstance(value, str) else value
-                                   for key, value in event.data.items()}}
-        for event in events
-    )  # fmt: skip
-    return "".join(f"{json.dumps(table, default=str)}\n" for table in tables).encode()
+def event_lines(events: Sequence[JobEvent]) -> bytes:
+    """Lines of ``log.jsonl``."""
+    return "".join(f"{json.dumps(asdict(event), default=str)}\n" for event in events).encode()
 
 
 def _trace(records: Sequence[StepRecord]) -> Iterator[bytes]:

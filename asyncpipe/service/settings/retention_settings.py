@@ -27,5 +27,4 @@ class RetentionSettings(BaseModel):
     jobs: RetentionRule = RetentionRule()
     """Whole jobs: their entry in the list, their history, losses and files."""
     snapshots: RetentionRule = RetentionRule()
-    every_seconds: types.Seconds = 3600.0
-    """How often the rules are applied."""
+    every_seconds: types.Seconds = Field(default=3600.0, description="how often; must be a number of seconds above 0")

@@ -55,7 +55,7 @@ from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
 __all__ = ["EntrySettings", "ServiceSettings", "SettingsError"]
 
 PREFIX = "ASYNCPIPE_"
-SECRET = ("token",)
+SECRET = ("token", "mlflow")
 SIMILARITY = 0.9
 """How similar to a known variable an unknown one must be to count as a misspelling; others may be other programs'."""
 
@@ -76,107 +76,84 @@ class ServiceSettings(BaseSettings):
         extra="forbid",
         frozen=True,
         hide_input_in_errors=True,
+        use_attribute_docstrings=True,  # They are the texts of --help, and of errors.
     )
 
-    config: Path | None = Field(default=None, description="must be the path of a TOML file with settings")
-    """The file that was read."""
-    folder: Path = Field(default=Path("runs/service"), description="must be the path of a folder")
-    """Holds everything that must outlive the process; created with the mode 0700."""
+    config: Path | None = None
+    """the file of settings that is read; must be the path of a TOML file"""
+    folder: Path = Path("runs/service")
+    """what must outlive the process, of mode 0700; must be the path of a folder"""
     devices: types.DeviceNames
-    """What jobs may name. A name that is given twice can be used twice by one job, as two logical devices."""
     entries: types.EntryTable
-    """The only code that jobs run: ``module:factory``, and the parameters that the operator fixes."""
-    entry_path: types.CodeFolder | None = Field(default=None, description="must be the path of a folder with modules")
-    """Where the entries' modules are looked for before ``sys.path``."""
+    entry_path: types.CodeFolder | None = None
+    """where entries' modules are looked for first; must be the path of a folder with modules"""
+
     max_running: types.PositiveInteger = 4
+    """the most jobs that run at once; must be an integer of at least 1"""
     max_queued: types.PositiveInteger = 1000
-    """More jobs are refused; jobs that have ended do not count."""
-    memory_limit: types.MemoryLimit = Field(default_factory=dict)
-    """Bytes of a device that all running jobs together may use; a device that is not listed has no limit."""
-    share_devices: bool = Field(default=True, description="must be true or false")
-    """Whether several jobs may run on a device at a time. If not, a job waits until all its devices are free."""
-    isolation: Literal["thread", "process"] | None = Field(default=None, description='must be "thread" or "process"')
-    """Where a job's code runs: on threads of the service, or in a process of its own. Unless it is given, a process
-    where jobs share no device (``share_devices = false`` or ``max_running = 1``) and devices are threads; see
-    ``is_isolated``."""
-    job_memory: types.ByteCount | None = Field(default=None, description='must be a number of bytes, as "8 GiB"')
-    """The most memory that a job's process may have, also while the job is measured; Python and torch take about
-    300 MiB of it."""
+    """the most jobs that wait, beyond which jobs are refused; must be an integer of at least 1"""
+    memory_limit: types.MemoryLimit = {}
+    """bytes of a device for all running jobs together; must be a table of bytes by device, as cuda:0=70GiB"""
+    share_devices: bool = True
+    """whether jobs share a device at a time, or each waits until its devices are free; must be true or false"""
+    isolation: Literal["thread", "process"] | None = None
+    """where a job's code runs, by default a process of its own where jobs share no device; must be thread or process"""
+    job_memory: types.ByteCount | None = None
+    """the most memory of a job's process, about 300 MiB of it for torch; must be a number of bytes, as 8GiB"""
     cancel_seconds: types.Seconds = 5.0
-    """How long a job that is cancelled has to end between two tasks, before its process is terminated."""
+    """how long a cancelled job has to end before its process is killed; must be a number of seconds above 0"""
     max_attempts: types.PositiveInteger = 3
-    """A job is quarantined when its process, or the service while it ran, has died so often since its last snapshot."""
-    resume: bool = Field(default=True, description="must be true or false")
-    """Whether jobs go on by themselves that the last process has left; if not, all of these are paused."""
-    address: types.Address = "127.0.0.1"
-    port: types.PortNumber = 8080
-    probe_port: types.ProbePort = None
-    """One more on ``address``, which answers ``/livez`` and ``/readyz`` alone: a flood of ``port`` cannot delay it."""
-    hosts: types.HostNames = ()
-    """Other host names under which requests may address this service, as behind a proxy."""
-    trusted_proxies: types.Networks = ()
-    """Addresses of proxies whose word about a client's address is taken; from others it is ignored."""
-    proxy_header: Literal["forwarded", "x-forwarded-for"] = Field(
-        default="forwarded", description='must be "forwarded" or "x-forwarded-for"'
-    )
-    """The header in which these proxies say it. It must be the one that they write: clients may send the other."""
-    metrics_address: types.Address = "127.0.0.1"
-    metrics_access: Literal["certificate", "open"] = Field(
-        default="certificate", description='must be "certificate" or "open"'
-    )
-    """Whether scrapers need a certificate where others can reach that address; on loopback they need none."""
-    metrics_port: types.OptionalPort = 9400
-    metrics_certificate: Path | None = Field(default=None, description="must be the path of a file")
-    """The certificate (PEM) with which metrics are served over TLS; plain HTTP without."""
-    metrics_key: Path | None = Field(default=None, description="must be the path of a file")
-    """Its key, unless the certificate's file has it."""
-    metrics_client_authority: Path | None = Field(default=None, description="must be the path of a file")
-    """Only scrapers whose certificate this authority (PEM) has signed are answered."""
-    token: types.Token | None = Field(default=None, description="must be a text")
-    """What clients must send; after construction also the content of ``token_file``."""
-    token_file: Path | None = Field(default=None, description="must be the path of a file")
-    grace_seconds: types.Seconds = 30.0
-    """How long jobs have, when the service is told to end, to finish their step and take a snapshot."""
-    watchdog_factor: types.Factor = 20.0
-    """A task counts as hung once it runs this many times longer than it did before …"""
-    watchdog_floor: types.Seconds = 60.0
-    """… but never before this many seconds."""
-    max_body: types.ByteCount = ByteSize(128 * 1024)
-    requests_per_second: types.Rate = 50.0
-    """Of one client address, on average; only requests without a token that is right, if tokens are needed."""
-    burst: types.PositiveInteger = 100
-    """Of one client address, at once."""
-    token_requests_per_second: types.Rate = 100.0
-    """With one token, on average, from whatever addresses."""
-    token_burst: types.PositiveInteger = 200
-    """With one token, at once."""
-    body_seconds: types.Seconds = 10.0
-    """How long a request may take to send its body."""
-    header_seconds: types.Seconds = 10.0
-    """How long a connection may take to send the head of a request, or be idle before it."""
-    max_connections: types.PositiveInteger = 1000
-    """Of the API. Unless it is set, there are fewer where the process may not open so many files."""
-    workers: Literal["threads", "processes", "ray", "torchrun"] = Field(
-        default="threads", description='must be "threads", "processes", "ray" or "torchrun"'
-    )
-    """Where the devices' threads are: in this process, or in worker processes, one for each accelerator and each CPU
-    device, here or on hosts (``ray``, ``torchrun``). With workers, jobs must have ``training.overlap = true``."""
+    """deaths since a job's last snapshot after which it is quarantined; must be an integer of at least 1"""
+    resume: bool = True
+    """whether unfinished jobs resume at the start, or are paused; must be true or false"""
+    workers: Literal["threads", "processes", "ray", "torchrun"] = "threads"
+    """where devices are, here or on hosts; must be threads, processes, ray or torchrun"""
     ray: RayTable = RayTable()
-    """As ``[ray]`` in a job file, for ``workers = "ray"``."""
-    lost_state: Literal["refuse", "quarantine"] = Field(
-        default="refuse", description='must be "refuse" or "quarantine"'
-    )
-    """What a service does that finds its store without the folders of its jobs, or these without the store."""
+    lost_state: Literal["refuse", "quarantine"] = "refuse"
+    """what is done if the store or the folders of jobs are gone; must be refuse or quarantine"""
     retention: RetentionSettings = RetentionSettings()
-    """What of jobs that have ended is deleted, and when; nothing without rules."""
-    tensorboard: bool = Field(default=False, description="must be true or false")
-    """Whether each job writes figures of its steps for TensorBoard, to ``jobs/ID/tensorboard`` in the folder."""
+    grace_seconds: types.Seconds = 30.0
+    """how long jobs have to end with a snapshot after a signal; must be a number of seconds above 0"""
+    watchdog_factor: float = Field(default=20.0, ge=1, allow_inf_nan=False)
+    """how many times longer than before a task runs that counts as hung; must be a number of at least 1"""
+    watchdog_floor: types.Seconds = 60.0
+    """how long every task may run; must be a number of seconds above 0"""
+    loop: Literal["own", "running"] = "own"
+    """whether training has an event loop of its own, which a blocking handler cannot delay; must be own or running"""
+
+    address: str = Field(default="127.0.0.1", min_length=1)
+    """where the API listens, which others reach only if there is a token; must be an address"""
+    port: types.PortNumber = 8080
+    """where the API listens; must be a port from 0 (any free one) to 65535"""
+    hosts: types.HostNames = ()
+    trusted_proxies: types.Networks = ()
+    token: types.Token | None = None
+    """what clients must send, by ASYNCPIPE_TOKEN; must be a text"""
+    token_file: Path | None = None
+    """the file that has the token; must be the path of a file of mode 0600"""
+    max_body: types.ByteCount = ByteSize(128 * 1024)
+    """the size of a request's body; must be a number of bytes, such as 131072 or 128KiB"""
+    max_connections: types.PositiveInteger = 1000
+    """connections of the API, beyond which requests are refused; must be an integer of at least 1"""
+
+    metrics_address: str = Field(default="127.0.0.1", min_length=1)
+    """where metrics are served; must be an address"""
+    metrics_port: types.OptionalPort = 9400
+    """where metrics are served; must be a port from 0 (any free one) to 65535, or "none\""""
+    metrics_access: Literal["certificate", "open"] = "certificate"
+    """whether scrapers of others need a certificate; must be certificate or open"""
+    metrics_certificate: Path | None = None
+    """the certificate (PEM) for metrics over TLS; must be the path of a file"""
+    metrics_key: Path | None = None
+    """its key, unless the certificate's file has it; must be the path of a file"""
+    metrics_client_authority: Path | None = None
+    """who has signed the certificates of scrapers (PEM); must be the path of a file"""
+    tensorboard: bool = False
+    """whether each job writes its figures for TensorBoard, to jobs/ID/tensorboard; must be true or false"""
     mlflow: SecretStr | None = None
-    """MLflow's tracking server, to which each job logs the same; secret, since it may have a password."""
-    mlflow_experiment: str = Field(default="asyncpipe", min_length=1, description="must be a text that is not empty")
-    """The experiment of the jobs' runs there."""
-    loop: Literal["own", "running"] = Field(default="own", description='must be "own" or "running"')
-    """Whether training has an event loop of its own, which a blocking handler of the host cannot delay."""
+    """the tracking server of MLflow for the same figures, by ASYNCPIPE_MLFLOW; must be a text"""
+    mlflow_experiment: str = Field(default="asyncpipe", min_length=1)
+    """the experiment of the jobs' runs there; must be a text that is not empty"""
 
     def __init__(self, **arguments: Any) -> None:
         try:
@@ -219,8 +196,6 @@ class ServiceSettings(BaseSettings):
                 f"metrics_address: {self.metrics_address!r}, which others can reach, needs metrics_client_authority "
                 'and metrics_certificate, or metrics_access = "open" in a network that only the scraper is in'
             )
-        if self.probe_port is not None and self.probe_port in (self.port, self.metrics_port):
-            raise ValueError(f"probe_port: {self.probe_port} is taken by the service itself; probes need another one")
         if self.port and self.port == self.metrics_port and self.address == self.metrics_address:
             raise ValueError(f"metrics_port: {self.port} is the port of the service; metrics need another one")
         if unknown := sorted(self.memory_limit.keys() - set(self.devices)):
@@ -259,9 +234,9 @@ class ServiceSettings(BaseSettings):
             status = self.folder.stat()
         except OSError as error:
             raise SettingsError(f"folder: cannot use {self.folder}: {error.strerror}") from error
-        if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        if status.st_uid != os.getuid():
             raise SettingsError(f"folder: {self.folder} must be this user's, and belongs to user {status.st_uid}")
-        if hasattr(os, "getuid") and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             mode = stat.S_IMODE(status.st_mode)
             advice = "chmod 700 it, or name a new one"
             raise SettingsError(f"folder: others may write to {self.folder}, mode {mode:04o}: {advice}")
@@ -277,11 +252,6 @@ class _EnvironmentSource(EnvSettingsSource):
         for name in os.environ:
             if name.startswith(PREFIX) and name not in known and (hint := similar(name, known, SIMILARITY)):
                 raise SettingsError(f"{name}: unknown variable; {hint.strip()}")
-        if os.environ.get("ASYNCPIPE_PORT", "").startswith("tcp://"):
-            raise SettingsError(
-                "ASYNCPIPE_PORT: must be a port; Kubernetes sets this variable for a service that is called asyncpipe: "
-                "set enableServiceLinks: false in the pod, or give the service another name"
-            )
         return _without(super().__call__(), self.current_state)
 
 

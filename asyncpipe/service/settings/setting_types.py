@@ -1,7 +1,7 @@
-"""The types of a service's settings: how a value may be written, what it must be, and the sentence that says so.
+"""The types of a service's settings: how a value may be written, and what it must be.
 
-In an environment variable a list is written with commas and a table as ``key=value`` with commas; either may be JSON.
-The validators raise ``ValueError``; error messages quote the fields' descriptions.
+In an environment variable and on the command line a list is written with commas and a table as ``key=value`` with
+commas; either may be JSON. The validators raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -20,31 +20,25 @@ from pydantic_settings import NoDecode
 from asyncpipe.service.settings.token_file import check_token
 
 __all__ = [
-    "Address",
     "ByteCount",
     "CodeFolder",
     "DeviceNames",
     "EntrySettings",
     "EntryTable",
-    "Factor",
     "HostNames",
     "MemoryLimit",
     "Networks",
     "OptionalPort",
     "PortNumber",
     "PositiveInteger",
-    "ProbePort",
-    "Rate",
     "Seconds",
     "Token",
 ]
 
-_PORT = "must be a port from 0 (any free one) to 65535"
 _DEVICES = 'must be a list of device names, cpu, cpu:N, cuda or cuda:N, such as ["cpu:0", "cpu:1"] or ["host/cuda:0"]'
 _ENTRIES = 'must be a list of entries that jobs may name, or a table of them, as ["package.module:factory"]'
 _HOSTS = 'must be a list of host names without scheme and port, such as ["train.example.org"]'
 _NETWORKS = 'must be a list of addresses or networks, such as ["10.0.0.7", "10.1.0.0/16"]'
-_MEMORY_LIMIT = 'must be a table of bytes by device, each at least 1, such as {"cuda:0" = "20 GiB"}'
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _DEVICE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?(cpu|cuda)(:(\d|[1-9]\d|1[01]\d|12[0-7]))?", re.ASCII)
@@ -54,82 +48,45 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:
 
 # Numbers
 
-
-def _no_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not true or false")
-    return value
-
-
-def _none_or_number(value: object) -> object:
-    return None if value == "none" else _no_bool(value)
-
-
-_NUMBER = BeforeValidator(_no_bool)
-
-PositiveInteger = Annotated[int, _NUMBER, Field(ge=1, le=10**9, description="must be an integer of at least 1")]
-PortNumber = Annotated[int, _NUMBER, Field(ge=0, le=65535, description=_PORT)]
-OptionalPort = Annotated[
-    Annotated[int, Field(ge=0, le=65535)] | None,
-    BeforeValidator(_none_or_number),
-    Field(description=f'{_PORT}, or "none"'),
-]
+PositiveInteger = Annotated[int, Field(ge=1, le=10**9)]
+PortNumber = Annotated[int, Field(ge=0, le=65535)]
+OptionalPort = Annotated[PortNumber | None, BeforeValidator(lambda value: None if value == "none" else value)]
 """TOML and environment variables have no null; the text ``none`` stands for it."""
-ProbePort = Annotated[
-    Annotated[int, Field(ge=1, le=65535)] | None,
-    BeforeValidator(_none_or_number),
-    Field(description='must be a port from 1 to 65535, or "none"'),
-]
-Seconds = Annotated[
-    float,
-    _NUMBER,
-    Field(gt=0, le=1e9, allow_inf_nan=False, description="must be a finite number of seconds greater than 0"),
-]
-Rate = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False, description="must be a finite number greater than 0")]
-Factor = Annotated[
-    float, _NUMBER, Field(ge=1, allow_inf_nan=False, description="must be a finite number of at least 1")
-]
-_Bytes = Annotated[ByteSize, _NUMBER, Field(ge=1), AfterValidator(int)]
-ByteCount = Annotated[_Bytes, Field(description='must be a number of bytes of at least 1, such as 131072 or "128 KiB"')]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+ByteCount = Annotated[ByteSize, Field(ge=1), AfterValidator(int)]
 
 
 # Lists and tables
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"starts like JSON, and cannot be read as JSON: {error}") from None
-
-
-def _list_of_text(value: object) -> object:
+def _read(value: object) -> object:
+    """The JSON in a text that begins like it, or the parts between commas; any other value as it is."""
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith("["):
-        return _json(value)
+    if value.lstrip().startswith(("[", "{")):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"starts like JSON, and cannot be read as JSON: {error}") from None
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
-def _table_of_text(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    if value.lstrip().startswith("{"):
-        return _json(value)
-    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-    if not all(equals for _, equals, _ in pairs):
-        raise ValueError("must be key=value, with commas between them, or a JSON object")
-    return {key.strip(): text.strip() for key, _, text in pairs}
+def _table(value: object) -> object:
+    if isinstance(parts := _read(value), list) and isinstance(value, str):
+        pairs = [part.partition("=") for part in parts]
+        if not all(equals for _, equals, _ in pairs):
+            raise ValueError("must be key=value, with commas between them, or a JSON object")
+        return {key.strip(): text.strip() for key, _, text in pairs}
+    return parts
 
 
-def _entries_of_text(value: object) -> object:
+def _entries(value: object) -> object:
     """A table of entries; a list of names becomes a table of empty tables."""
-    if isinstance(value, str):
-        value = _json(value) if value.lstrip().startswith("{") else _list_of_text(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
-        return {name: {} for name in value}
+    match _read(value):
+        case Mapping() as table:
+            return dict(table)
+        case list() | tuple() as names if all(isinstance(name, str) for name in names):
+            return {name: {} for name in names}
     raise ValueError(_ENTRIES)
 
 
@@ -167,17 +124,17 @@ class EntrySettings(BaseModel):
     """Parameters that the operator sets and clients cannot."""
 
 
-_Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_list_of_text)]
+_Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_read)]
 DeviceNames = Annotated[_Texts, AfterValidator(_check_devices), Field(description=_DEVICES)]
 HostNames = Annotated[_Texts, AfterValidator(_check_hosts), Field(description=_HOSTS)]
 Networks = Annotated[_Texts, AfterValidator(_check_networks), Field(description=_NETWORKS)]
 EntryTable = Annotated[
     dict[Annotated[str, AfterValidator(_check_entry)], EntrySettings],
     NoDecode,
-    BeforeValidator(_entries_of_text),
+    BeforeValidator(_entries),
     Field(min_length=1, description=_ENTRIES),
 ]
-MemoryLimit = Annotated[dict[str, _Bytes], NoDecode, BeforeValidator(_table_of_text), Field(description=_MEMORY_LIMIT)]
+MemoryLimit = Annotated[dict[str, ByteCount], NoDecode, BeforeValidator(_table)]
 
 
 # Texts and paths
@@ -196,6 +153,5 @@ def _check_code_folder(path: Path) -> Path:
     return path
 
 
-Address = Annotated[str, Field(min_length=1, description="must be an address to listen on")]
 Token = Annotated[SecretStr, AfterValidator(_check_secret)]
 CodeFolder = Annotated[Path, AfterValidator(_check_code_folder)]

@@ -31,25 +31,20 @@ def read_token(path: Path) -> str:
     """
     try:
         # The checks are made on the open file, so the path cannot be replaced in between. Do not block on a pipe.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            _check_file(path, os.fstat(file.fileno()))
+            content = file.read(LONGEST + 3)
     except OSError as error:
-        raise ValueError(f"must be a file that can be read; {path}: {error.strerror}") from None
-    try:
-        _check_file(path, os.fstat(descriptor))
-        content = os.read(descriptor, LONGEST + 3)
-    finally:
-        os.close(descriptor)
+        raise ValueError(f"must be a regular file that can be read; {path}: {error.strerror}") from None
     try:
         return check_token(content.decode("ascii").rstrip("\r\n"))
-    except (UnicodeDecodeError, ValueError):
+    except ValueError:
         raise ValueError(f"{path} must hold a token and nothing else; a token {RULE}") from None
 
 
 def _check_file(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"must be a regular file, and {path} is not")
-    if not hasattr(os, "getuid"):  # Windows has no such modes.
-        return
     if status.st_uid not in (os.getuid(), 0):
         raise ValueError(f"must be a file of this user or root; {path} is one of user {status.st_uid}: chown it")
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):

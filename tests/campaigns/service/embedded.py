@@ -66,7 +66,7 @@ def application(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     example = str(ROOT / "examples" / "embedded_service")
     command = [sys.executable, "-m", "uvicorn", "--factory", "--app-dir", example, "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command += ["--no-access-log", "app:application"]
+    command += ["--no-access-log", "--timeout-graceful-shutdown", "2", "app:application"]
     with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import ClientSession
 from starlette.applications import Starlette
 from starlette.routing import Mount
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict.simulate import simulate
@@ -327,12 +327,11 @@ async def test_a_run_that_ends_is_told_while_the_server_goes_on(view: CountedVie
 async def test_a_page_that_takes_nothing_does_not_hold_up_the_end(
     view: CountedView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_streams, "GOODBYE_SECONDS", 0.05)
     monkeypatch.setattr(http_server, "SHUTDOWN_SECONDS", 0.05)
     view.filling = "x" * (8 << 20)
     stuck = asyncio.Event()
-    pause = HttpToolsProtocol.pause_writing
-    monkeypatch.setattr(HttpToolsProtocol, "pause_writing", lambda connection: stuck.set() or pause(connection))
+    pause = H11Protocol.pause_writing
+    monkeypatch.setattr(H11Protocol, "pause_writing", lambda connection: stuck.set() or pause(connection))
     loop = asyncio.get_running_loop()
     with socket.socket() as line:
         line.setblocking(False)

@@ -44,5 +44,3 @@ async def test_a_client_retries_forks_and_deletes(tmp_path, capsys):
             assert "has no snapshot of step 3" in capsys.readouterr().err
 
         await asyncio.to_thread(talk)
-    changes = (tmp_path / "audit.jsonl").read_text()
-    assert all(f'"{what}"' in changes for what in ("retry", "fork", "delete"))

@@ -84,7 +84,7 @@ async def facts_of(process: asyncio.subprocess.Process, service: FakeService, jo
 
 async def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert CHROMIUM is not None
-    async with served(tmp_path / "service", token=TOKEN, requests_per_second=50, burst=100) as api:
+    async with served(tmp_path / "service", token=TOKEN) as api:
         running = await jobs(api.service)
         url = api.base.replace("//", f"//me:{TOKEN}@") + "/"
         process = await asyncio.create_subprocess_exec(

@@ -90,7 +90,4 @@ async def test_a_full_queue_lets_no_paused_job_in(tmp_path: Path) -> None:
         assert (status, answer["type"].rpartition(":")[2]) == (503, "queue-full")
         assert int(headers["Retry-After"]) > 0
         assert (await api.ask("GET", place))[1]["state"] == "paused"
-        _, document, _ = await api.ask("GET", "/v1/openapi.json")
-        described = document["paths"]["/v1/jobs/{id}/resume"]["post"]["responses"]["503"]["description"]
-        assert "the queue is full" in described
         assert (await api.ask("POST", f"/v1/jobs/{first}/cancel", {}))[0] == 200

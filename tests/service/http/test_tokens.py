@@ -1,17 +1,15 @@
-"""Who may do what over HTTP: tokens with roles, rates by token and by address, and the audit, which says who."""
+"""Who may do what over HTTP: tokens with roles, and the audit, which says who."""
 
 from __future__ import annotations
 
-import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 from http_helpers import NOBODY, TOKEN, Api, mounted, served, submission
 
-from asyncpipe.service import known_tokens
-from asyncpipe.service.http.places import Places
-from asyncpipe.service.http.routes import ROUTES
+from asyncpipe.observe.live import LiveView, event_streams
 from asyncpipe.service.token_roles import TokenRole, create_token, revoke_token
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
@@ -45,116 +43,73 @@ async def test_each_role_may_what_it_says(tmp_path: Path) -> None:
                 assert found == (done if may else 403), (role, path)
                 if not may:
                     assert answer["detail"].startswith(f"the token 'my-{role}' may {role}; this needs one that may ")
-        document = (await api.ask("GET", "/v1/openapi.json", **roles["read"]))[1]
-        assert document["paths"]["/v1/jobs"]["post"]["x-role"] == "submit"
-        assert document["paths"]["/v1/jobs"]["post"]["security"]
+        submit = (f"/v1/jobs/{NOBODY}{path}" for path in ("/pause", "/resume", "/retry", "/fork", "/schedule", ""))
+        methods = {"/schedule": "PUT", "": "PATCH"}
+        for path in submit:
+            method = methods.get(path.removeprefix(f"/v1/jobs/{NOBODY}"), "POST")
+            assert await status(api, method, path, {}, **roles["read"]) == 403
+            assert await status(api, method, path, {}, **roles["submit"]) != 403
+        for role in ("read", "submit"):
+            assert await status(api, "DELETE", f"/v1/jobs/{NOBODY}", **roles[role]) == 403
 
 
-def test_a_change_that_says_nothing_else_is_the_operators() -> None:
-    roles = {(method, route.path): route.role for route in ROUTES if route.guarded for method in route.methods or ()}
-    asked_for_less = {path for (method, path), role in roles.items() if method != "GET" and role != TokenRole.OPERATE}
-    assert all(path.startswith("/v1/jobs") for path in asked_for_less)
-    assert {f"/v1/jobs/{{id}}/{what}" for what in ("pause", "cancel", "retry", "fork")} <= asked_for_less
-    assert all(role is TokenRole.READ for (method, _), role in roles.items() if method == "GET")
-    assert all(role is TokenRole.OPERATE for (method, _), role in roles.items() if method == "DELETE")
-
-
-async def test_the_audit_says_who(tmp_path: Path) -> None:
-    async with served(tmp_path, token=TOKEN) as api:
+async def test_the_audit_says_who_changed_what_and_who_was_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "asyncpipe.audit")
+    async with mounted(tmp_path, token=TOKEN) as api:
         ci, reader = token(api, "ci", "submit"), token(api, "ada", "read")
-        for asked in (ci, {"Authorization": f"Bearer {TOKEN}"}, reader, {}):
-            await api.ask("POST", "/v1/jobs", submission(), **asked)
-    told = [
-        (line["token"], line.get("status"))
-        for name in ("audit.jsonl", "refused.jsonl")
-        for line in map(json.loads, (tmp_path / name).read_text().splitlines())
+        service = {"Authorization": f"Bearer {TOKEN}"}
+        _, job, _ = await api.ask("POST", "/v1/jobs", submission(), **ci, Idempotency_Key="my-key")
+        await api.ask("GET", "/v1/jobs", **reader)
+        await api.ask("POST", f"/v1/jobs/{job['id']}/pause", {}, **service)
+        await api.ask("POST", f"/v1/jobs/{job['id']}/pause", {}, **service)
+        await api.ask("POST", "/v1/jobs", submission(), **reader)
+        await api.ask("GET", "/" + "p" * 5000, Host="evil.example")
+        await api.ask("GET", f"/v1/jobs?token={TOKEN}")
+    told = [(each.name, each.token, each.what[:20], each.status, each.job) for each in caplog.records  # type: ignore[attr-defined]
+            if each.name.startswith("asyncpipe.audit")]  # fmt: skip
+    changes, refusals, pause = "asyncpipe.audit", "asyncpipe.audit.refused", f"POST /v1/jobs/{job['id']}"[:20]
+    assert told == [
+        (changes, "ci", "POST /v1/jobs", 201, job["id"]),
+        (changes, "service", pause, 200, None),
+        (refusals, "service", pause, 409, None),
+        (refusals, "ada", "POST /v1/jobs", 403, None),
+        (refusals, None, "GET /" + "p" * 15, 421, None),
+        (refusals, None, "GET /v1/jobs", 401, None),
     ]
-    assert told == [("ci", None), ("service", None), ("ada", 403), (None, 401)]
+    assert TOKEN not in caplog.text
+    assert "my-key" not in caplog.text
+    assert max(len(line) for line in caplog.text.splitlines()) < 500
 
 
 async def test_a_revoked_token_ends_at_once_and_so_does_what_it_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_tokens, "REFRESH_SECONDS", 0.01)
-    async with served(tmp_path) as api:
+    monkeypatch.setattr(event_streams, "LOOK_SECONDS", 0.01)
+    async with mounted(tmp_path) as api:
         ci, other = token(api, "ci", "submit"), token(api, "other", "read")
         _, job, _ = await api.ask("POST", "/v1/jobs", submission(), **ci)
+        api.service.views[job["id"]] = LiveView("demo")
         async with (
-            api.service.tokens.kept(),
             api.session.get(f"{api.base}/v1/jobs/{job['id']}/events", headers=ci) as stream,
+            api.session.get(f"{api.base}/jobs/{job['id']}/events", headers=ci) as page,
             api.session.get(f"{api.base}/v1/jobs/{job['id']}/events", headers=other) as kept,
         ):
             await stream.content.readline()
             revoke_token(api.service.settings.folder, "ci")
             assert await status(api, "GET", "/v1/jobs", **ci) == 401
-            await stream.content.read()  # It ends.
+            await stream.content.read()  # They end.
+            await page.content.read()
             assert await status(api, "GET", "/v1/jobs", **other) == 200
             api.service.tell(job["id"], "note", level=20, text="goes on")
             assert b"goes on" in await kept.content.readuntil(b"goes on")
 
 
-async def test_rates_are_by_token_once_it_is_known_and_by_address_before(tmp_path: Path) -> None:
-    few = {"requests_per_second": 0.01, "burst": 2, "token_requests_per_second": 0.01, "token_burst": 3}
-    async with mounted(tmp_path, **few) as api:
-        first, second = token(api, "first", "read"), token(api, "second", "read")
-
-        async def asked(**headers: str) -> int:
-            return await status(api, "GET", "/v1/jobs", **headers)
-
-        assert [await asked(**first) for _ in range(4)] == [200, 200, 200, 429]
-        assert [await asked(**second) for _ in range(2)] == [200, 200], "nobody waits for another"
-        assert [await asked() for _ in range(3)] == [401, 401, 429]
-        assert await asked(**second) == 429, "who guesses is not told which guess was right"
-
-
-async def test_behind_a_proxy_each_client_is_one(tmp_path: Path) -> None:
-    few = {"requests_per_second": 0.01, "burst": 1}
-
-    async def asked(api: Api, *clients: str) -> list[int]:
-        return [await status(api, "GET", "/v1/jobs", Forwarded=f"for={client}") for client in clients]
-
-    async with mounted(tmp_path / "trusted", trusted_proxies=["127.0.0.0/8"], **few) as api:
-        assert await asked(api, "192.0.2.1", "192.0.2.2", "192.0.2.1") == [200, 200, 429]
-    async with mounted(tmp_path / "not", **few) as api:
-        assert await asked(api, "192.0.2.1", "192.0.2.2") == [200, 429]
-    async with served(tmp_path / "audit", trusted_proxies=["127.0.0.1"]) as api:
-        await api.ask("POST", "/v1/jobs", submission(), Forwarded="for=6.6.6.6, for=192.0.2.1")
-    line = json.loads((tmp_path / "audit" / "audit.jsonl").read_text())
-    assert line["client"] == "192.0.2.1"
-
-
-class Held:
-    """A connection."""
-
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name = name
-        self.told = told
-
-    def give_way(self) -> None:
-        self.told.append(f"{self.name} gives way")
-
-    def turn_away(self) -> None:
-        self.told.append(f"{self.name} is turned away")
-
-
-def test_who_gives_way() -> None:
-    told: list[str] = []
-    places = Places(3, probes=2)
-    a, b, c, d, e, f, g, h = (Held(name, told) for name in "abcdefgh")
-    assert all(places.came(each) for each in (a, b, c))
-    places.asks(a)
-    places.rests(a)
-    places.asks(b)
-    assert places.came(d)
-    assert told == ["c gives way"], "who never asked, before who was answered"
-    places.asks(d)
-    assert places.came(e)
-    assert told[1:] == ["a gives way"]
-    places.asks(e)
-    assert not any(places.came(each) for each in (f, g, h))
-    assert told[2:] == ["f is turned away"]
-    places.left(b)
-    assert places.came(a)
-    places.asks(f)  # Its request had come before it was told.
-    places.left(f)
-    assert told[3:] == []
+async def test_a_proxy_says_who_asks_only_if_it_is_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asyncpipe.audit")
+    for trusted in (["127.0.0.1"], []):
+        async with served(tmp_path / str(len(trusted)), trusted_proxies=trusted) as api:
+            await api.ask("POST", "/v1/jobs", submission(), X_Forwarded_For="6.6.6.6, 192.0.2.1")
+    asked = [each.client for each in caplog.records if each.name == "asyncpipe.audit"]  # type: ignore[attr-defined]
+    assert asked == ["192.0.2.1", "127.0.0.1"]

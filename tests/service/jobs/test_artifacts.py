@@ -45,25 +45,12 @@ def row(step: int, loss: float = 0.1) -> LossRow:
     return LossRow(step, loss, 1e-3, 0.25, 64)
 
 
-def content(artifact: OpenArtifact, piece: int = 7) -> bytes:
-    """All of it, in pieces, and checked."""
-    try:
-        found = b"".join(iter(Reader(artifact, piece), b""))
-        assert len(found) == artifact.size
-        assert hashlib.sha256(found).hexdigest() == artifact.sha256
-        return found
-    finally:
-        artifact.close()
-
-
-class Reader:
-    def __init__(self, artifact: OpenArtifact, piece: int) -> None:
-        self._artifact, self._piece, self._offset = artifact, piece, 0
-
-    def __call__(self) -> bytes:
-        found = self._artifact.read(self._offset, self._piece)
-        self._offset += len(found)
-        return found
+def content(artifact: OpenArtifact) -> bytes:
+    """All of it, checked."""
+    with artifact:
+        found = Path(f"/dev/fd/{artifact.descriptor}").read_bytes()
+    assert hashlib.sha256(found).hexdigest() == artifact.sha256
+    return found
 
 
 def test_the_model_is_the_newest_snapshots_or_that_of_a_step(folder):
@@ -71,8 +58,8 @@ def test_the_model_is_the_newest_snapshots_or_that_of_a_step(folder):
     newest = snapshot(folder, 10)
     files = JobFiles(folder)
     opened = files.open("model.pt")
-    assert (opened.step, opened.media_type) == (10, "application/octet-stream")
-    found = content(opened, piece=1000)
+    assert opened.media_type == "application/octet-stream"
+    found = content(opened)
     assert found == (newest / "model.pt").read_bytes()
     assert torch.load(BytesIO(found), weights_only=True)["weight"].tolist() == [10.0] * 5
     assert torch.load(BytesIO(content(files.open("model.pt", 9))), weights_only=True)["weight"][0] == 9
@@ -84,10 +71,8 @@ def test_an_open_model_stays_whole_while_its_snapshot_is_removed(folder):
     path = snapshot(folder, 3)
     expected = (path / "model.pt").read_bytes()
     opened = JobFiles(folder).open("model.pt")
-    begun = opened.read(0, 10)
     shutil.rmtree(path)
-    assert begun + opened.read(10, 10**6) == expected
-    opened.close()
+    assert content(opened) == expected
     with pytest.raises(UnknownArtifactError, match=r"there is no model\.pt; there are log\.jsonl"):
         JobFiles(folder).open("model.pt")
 
@@ -103,9 +88,8 @@ def test_a_snapshot_that_goes_while_it_is_opened_gives_way_to_a_newer_one(folder
         return real(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", goes)
-    opened = JobFiles(folder).open("model.pt")
-    assert opened.step == 4
-    opened.close()
+    found = content(JobFiles(folder).open("model.pt"))
+    assert torch.load(BytesIO(found), weights_only=True)["weight"][0] == 4
 
 
 def test_stages_that_live_in_workers_have_a_file_each(folder):
@@ -147,7 +131,7 @@ def test_losses_are_lines_and_a_table_that_is_read_back_with_the_same_bits(folde
         JobFiles(folder).open("losses.csv")
     rows = [*(row(step, 1 / step) for step in range(1, 2001)), row(2001, float("nan"))]
     files = JobFiles(folder, has_losses=True)
-    lines = content(files.open("losses.jsonl", parts=[loss_lines(rows, as_csv=False)]), piece=100_000).splitlines()
+    lines = content(files.open("losses.jsonl", parts=[loss_lines(rows, as_csv=False)])).splitlines()
     found = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert [LossRow(**{**each, "loss": float(each["loss"])}) for each in found[:-1]] == rows[:-1]
     assert found[-1]["loss"] == "nan"
@@ -156,12 +140,11 @@ def test_losses_are_lines_and_a_table_that_is_read_back_with_the_same_bits(folde
     assert table[-1][:2] == ["2001", "nan"]
 
 
-def test_the_log_has_no_secrets(folder):
-    events = [JobEvent(1, 5.0, "note", {"level": 20, "text": "a secret"}), JobEvent(2, 6.0, "snapshot", {"step": 3})]
-    parts = [event_lines(events, lambda text: text.replace("secret", "…"))]
-    opened = JobFiles(folder).open("log.jsonl", parts=parts)
+def test_the_log_has_each_event(folder):
+    events = [JobEvent(1, 5.0, "note", {"level": 20, "text": "a word"}), JobEvent(2, 6.0, "snapshot", {"step": 3})]
+    opened = JobFiles(folder).open("log.jsonl", parts=[event_lines(events)])
     assert [json.loads(line) for line in content(opened).splitlines()] == [
-        {"id": 1, "at": 5.0, "kind": "note", "data": {"level": 20, "text": "a …"}},
+        {"id": 1, "at": 5.0, "kind": "note", "data": {"level": 20, "text": "a word"}},
         {"id": 2, "at": 6.0, "kind": "snapshot", "data": {"step": 3}},
     ]
 
@@ -171,10 +154,10 @@ def test_a_trace_is_of_the_run_under_way_or_of_the_last_one(folder):
     assert content(JobFiles(folder).open("trace.json")) == b'{"traceEvents": []}'
     graph = lower(find_schedule("gpipe"), Shape(2, 200, 2))
     files = JobFiles(folder, [simulate(graph)] * 2, "demo")
-    trace = json.loads(content(files.open("trace.json"), piece=100_000))
+    trace = json.loads(content(files.open("trace.json")))
     assert sum(event.get("cat") == "F" or event["name"].startswith("F(") for event in trace["traceEvents"]) >= 800
     assert trace["displayTimeUnit"] == "ms"
-    assert b"demo" in content(files.open("timeline.svg"), piece=100_000)
+    assert b"demo" in content(files.open("timeline.svg"))
 
 
 def test_a_full_disk_is_said(folder, monkeypatch):

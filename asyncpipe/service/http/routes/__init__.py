@@ -1,10 +1,9 @@
-"""The routes of the API, each declared once: its path, its parameters, its body, its answer and how it can fail.
+"""The routes of the API, each declared once: its path, its parameters, its body and its answer.
 
-A handler's signature is read by FastAPI, which checks requests by it, and describes it in the OpenAPI document. What
-all routes have in common (limits of the body, unknown keys, problems, statuses) is ``common.py``'s ``ApiRoute``::
+A handler's signature is read by FastAPI, which checks requests by it, and describes it in the OpenAPI document::
 
-    @router.get("/{id}/history", responses=wrong(404))
-    async def history(api: Api, job: JobId) -> HistoryAnswer:
+    @router.get("/{id}/history")
+    async def history(service: Service, job: JobId) -> HistoryAnswer:
         \"""Every transition of a job.\"""
 
 A new route is a function in one of these modules. A new module is listed here.
@@ -12,17 +11,19 @@ A new route is a function in one of these modules. A new module is listed here.
 
 from __future__ import annotations
 
-from asyncpipe.service.http.routes import artifacts, documents, ended, jobs, overview, probes, workers
-from asyncpipe.service.http.routes.common import ApiRoute
+from asyncpipe.service.http.routes import artifacts, documents, ended, jobs, probes, workers
+from asyncpipe.service.token_roles import TokenRole
 
-__all__ = ["PROBES", "ROUTES"]
+__all__ = ["PROBES", "ROUTERS"]
 
-ROUTES = [
-    route
-    for module in (jobs, ended, overview, artifacts, workers, documents, probes)
-    for route in module.router.routes
-    if isinstance(route, ApiRoute)
-]
-"""All of them; the first that matches a request answers it."""
-PROBES = frozenset(route.path for route in ROUTES if not route.guarded)
-"""Paths that need no token, and are not counted."""
+ROUTERS = (
+    (jobs.router, TokenRole.SUBMIT),
+    (ended.router, TokenRole.SUBMIT),
+    (artifacts.router, TokenRole.OPERATE),
+    (workers.router, TokenRole.OPERATE),
+    (documents.router, TokenRole.OPERATE),
+    (probes.router, TokenRole.OPERATE),
+)
+"""All of them, with what a token must allow for a change by them; deleting is always the operator's."""
+PROBES = frozenset({"/livez", "/readyz"})
+"""Paths that need no token."""

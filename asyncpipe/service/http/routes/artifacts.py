@@ -2,68 +2,57 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Any
+import os
+from typing import Annotated
 
-from fastapi import Header, Path, Query
+from fastapi import Path, Query
+from fastapi.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from asyncpipe.service.http import models
-from asyncpipe.service.http.download import ArtifactDownload
-from asyncpipe.service.http.routes.common import MOST_STEP, Api, JobId, Step, api_router, wrong
-from asyncpipe.service.jobs.artifacts import MEDIA
+from asyncpipe.service.http.routes.common import JobId, Service, Step, api_router
+from asyncpipe.service.jobs.artifacts import OpenArtifact
 
 __all__ = ["router"]
-
-NAME = r"^(model(-(0|[1-9][0-9]{0,3}))?\.pt|losses\.(jsonl|csv)|log\.jsonl|trace\.json|timeline\.svg)$"
 
 router = api_router("/v1/jobs/{id}/artifacts")
 
 
-def _header(text: str) -> dict[str, Any]:
-    return {"description": text, "schema": {"type": "string"}}
+class ArtifactDownload(FileResponse):
+    """Sends ``artifact``, or the range of it that is asked for; its SHA-256 is its tag."""
+
+    def __init__(self, artifact: OpenArtifact, label: str) -> None:
+        super().__init__(
+            f"/dev/fd/{artifact.descriptor}",  # It may have no name, or lose it meanwhile.
+            headers={"ETag": f'"{artifact.sha256}"'},
+            media_type=artifact.media_type,
+            filename=f"{label}-{artifact.name}",
+            stat_result=os.fstat(artifact.descriptor),
+        )
+        self._artifact = artifact
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with self._artifact:
+            await super().__call__(scope, receive, send)
 
 
-TAGGED = {
-    "ETag": _header("Its SHA-256 in hexadecimal, in quotes") | {"required": True},
-    "Repr-Digest": _header("Its SHA-256 (RFC 9530)"),
-    "Content-Location": _header("Of a model: where that of this snapshot stays, when there is a newer one"),
-}
-CONTENT: dict[str, Any] = {
-    media: {"schema": {} if media.endswith("json") else {"type": "string", "format": "binary"}}
-    for media in dict.fromkeys(MEDIA.values())
-}
-DONE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "All of it", "content": CONTENT, "headers": TAGGED},
-    206: {
-        "description": "The range that was asked for",
-        "content": CONTENT,
-        "headers": TAGGED | {"Content-Range": _header("Which bytes, and how many there are") | {"required": True}},
-    },
-    304: {"description": "If-None-Match has its tag"},
-}
-
-
-@router.get("", name="artifacts", responses=wrong(404))
-async def list_artifacts(api: Api, job: JobId) -> models.ArtifactsAnswer:
+@router.get("", name="artifacts")
+async def list_artifacts(service: Service, job: JobId) -> models.ArtifactsAnswer:
     """What of a job can be downloaded."""
-    found = await api.service.artifacts(job)
-    return models.ArtifactsAnswer(artifacts=[models.ArtifactAnswer.of(each) for each in found])
+    return models.ArtifactsAnswer.model_validate({"artifacts": await service.artifacts(job)})
 
 
-@router.get("/{name}", status_code=200, response_class=ArtifactDownload, responses=DONE | wrong(404, 412, 416))
+@router.get(
+    "/{name}", status_code=200, response_class=ArtifactDownload, responses={206: {"description": "A range"}, 416: {}}
+)
 async def download(
-    api: Api,
+    service: Service,
     job: JobId,
-    name: Annotated[str, Path(json_schema_extra={"pattern": NAME}, description="as the list of artifacts has it")],
+    name: Annotated[str, Path(description="as the list of artifacts has it")],
     step: Annotated[
-        Step | None,
-        Query(
-            description=f"must be an integer from 0 to {MOST_STEP}: the snapshot of a model; by default the newest",
-        ),
+        Step | None, Query(description="the step of the snapshot of a model; by default the newest")
     ] = None,
-    _: Annotated[str | None, Header(alias="Range", description="one range of bytes, as bytes=1000-")] = None,
-    __: Annotated[str | None, Header(alias="If-Range", description="the ETag that the range is of")] = None,
 ) -> ArtifactDownload:
     """Download a model, losses, the log or a trace."""
-    opening = partial(api.service.open_artifact, job, name, step, api.redact)
-    return ArtifactDownload(opening, job, api.downloads.hold())
+    return ArtifactDownload(await service.open_artifact(job, name, step), job)

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
 from typing import Annotated, TypeAlias
 
-from fastapi import Body, Path, Request
+from fastapi import Path
 
 from asyncpipe.service.http import models
-from asyncpipe.service.http.routes.common import Api, ApiParts, api_router, wrong
-from asyncpipe.service.jobs.hosts import WorkerStatus
+from asyncpipe.service.http.routes.common import Service, api_router
 
 __all__ = ["router"]
 
 router = api_router("/v1/workers")
 
-Host: TypeAlias = Annotated[str, Path(min_length=1, max_length=200, description="the host, as /v1/workers names it")]
-Nothing: TypeAlias = Annotated[models.NothingRequest, Body()]
+Host: TypeAlias = Annotated[str, Path(max_length=200, description="the host, as /v1/workers names it")]
 
 
 @router.get("", name="workers")
-async def list_workers(api: Api) -> models.WorkersAnswer:
+async def list_workers(service: Service) -> models.WorkersAnswer:
     """Worker processes and their hosts."""
-    return _answer(api, await api.service.workers())
+    return models.WorkersAnswer.model_validate({"workers": await service.workers()})
 
 
-@router.post("/{host}/drain", responses=wrong(404))
-async def drain(api: Api, request: Request, host: Host, _: Nothing) -> models.WorkersAnswer:
+@router.post("/{host}/drain")
+async def drain(service: Service, host: Host) -> models.WorkersAnswer:
     """Have jobs leave a host after their steps."""
-    return await _act(api, request, "drain", host, api.service.drain_host(host))
+    return models.WorkersAnswer.model_validate({"workers": await service.drain_host(host)})
 
 
-@router.post("/{host}/undrain", responses=wrong(404))
-async def undrain(api: Api, request: Request, host: Host, _: Nothing) -> models.WorkersAnswer:
+@router.post("/{host}/undrain")
+async def undrain(service: Service, host: Host) -> models.WorkersAnswer:
     """Have jobs use a host again."""
-    return await _act(api, request, "undrain", host, api.service.undrain_host(host))
-
-
-async def _act(
-    api: ApiParts, request: Request, what: str, host: str, act: Awaitable[Sequence[WorkerStatus]]
-) -> models.WorkersAnswer:
-    try:
-        found = await act
-    except Exception as error:
-        api.refused(request, what, error, host=host)
-        raise
-    api.audit.line(request, what, "ok", host=host)
-    return _answer(api, found)
-
-
-def _answer(api: ApiParts, found: Sequence[WorkerStatus]) -> models.WorkersAnswer:
-    return models.WorkersAnswer(workers=[models.WorkerAnswer.of(each, api.redact) for each in found])
+    return models.WorkersAnswer.model_validate({"workers": await service.undrain_host(host)})

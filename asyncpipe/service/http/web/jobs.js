@@ -99,7 +99,7 @@ function showCommand() {
   write($('command'), `asyncpipe jobs submit examples/charlm/charlm.toml --url ${url}`);
   const known = (entries ?? []).includes('charlm:build');
   write($('empty-entries'), known || !entries ? '' : `This service trains ${entries.join(', ') || 'nothing'}; for the example, start it ` +
-    'with --entry charlm:build --entry-path examples/charlm.');
+    'with --entries charlm:build --entry-path examples/charlm.');
 }
 
 $('copy').addEventListener('click', async () => {
