@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import os
-import pickle
 import random
 import sys
 import tempfile
@@ -19,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from tests.campaigns.crashes.campaign import LATEST, Campaign, Figures, all_strikes, at_start, outside
 from tests.campaigns.crashes.controllers import kill_controllers
-from tests.campaigns.crashes.services import kill_services
 
 
 def main() -> None:
@@ -29,11 +27,8 @@ def main() -> None:
     add("--seed", type=int, default=1, help="of the campaign (default: 1)")
     add("--minutes", type=float, default=60.0, help="begin nothing more after that (default: 60)")
     add("--outside", type=int, default=100, help="strikes at random instants (default: 100)")
-    add("--part", default="1/1", help="which of how many parts of the rounds; 0/1 is none (default: 1/1)")
     add("--controllers", type=int, default=25, help="kills of the controller (default: 25)")
-    add("--services", type=int, default=10, help="kills of a service (default: 10)")
     add("--latest", type=float, default=LATEST, help="seconds that an error may be late (default: %(default)g)")
-    add("--figures", type=Path, metavar="FILE", help="add the figures of the rounds to those in FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
@@ -42,26 +37,16 @@ def main() -> None:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
         if args.controllers:
             kill_controllers(random.Random(args.seed), args.controllers, deadline, Path(folder))
-        if args.services:
-            kill_services(random.Random(args.seed), args.services, deadline, Path(folder))
-        part, parts = map(int, args.part.split("/"))
-        if part:
-            mine = slice(part - 1, None, parts)
-            figures = asyncio.run(_rounds(random.Random(args.seed), args.outside, deadline, mine, args.latest))
-            if args.figures is not None:
-                if args.figures.exists():
-                    figures.add(pickle.loads(args.figures.read_bytes()))
-                args.figures.write_bytes(pickle.dumps(figures))
-            print(figures)
+        print(asyncio.run(_rounds(random.Random(args.seed), args.outside, deadline, args.latest)))
 
 
-async def _rounds(chance: random.Random, instants: int, deadline: float, part: slice, latest: float) -> Figures:
+async def _rounds(chance: random.Random, instants: int, deadline: float, latest: float) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(folders=[Path("/dev/shm")], latest=latest)
         note = Path(folder) / "struck"
         rounds = [*outside(chance, instants, 2.0), *at_start(chance, 1.5), *all_strikes(chance, note)]
         async with campaign:
-            for what in rounds[part]:
+            for what in rounds:
                 if time.monotonic() > deadline:
                     print("the time is over")
                     break

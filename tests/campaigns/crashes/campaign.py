@@ -93,14 +93,6 @@ class Figures:
     restart: float = 0.0
     """The most seconds to have lost workers again, with the stages in all."""
 
-    def add(self, other: Figures) -> None:
-        """Take in those of another part of the campaign."""
-        self.rounds += other.rounds
-        for deed, seconds in other.to_error.items():
-            self.to_error[deed] = max(self.to_error.get(deed, 0.0), seconds)
-        self.to_close = max(self.to_close, other.to_close)
-        self.restart = max(self.restart, other.restart)
-
     def __str__(self) -> str:
         lines = [f"{count:6}  {name}" for name, count in sorted(self.rounds.items())]
         lines += [f"{late:8.3f} s at most to the error after {deed}" for deed, late in sorted(self.to_error.items())]

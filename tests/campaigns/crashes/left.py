@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Held", "child_named", "pids_in", "pids_named", "threads_and_files"]
+__all__ = ["Held", "child_named", "pids_named", "threads_and_files"]
 
 
 class Held:
@@ -59,16 +59,6 @@ def pids_named(mark: str) -> list[int]:
                 found.append(int(entry))
         except OSError:  # It has ended.
             continue
-    return found
-
-
-def pids_in(folder: Path) -> list[int]:
-    """The processes that live with ``folder`` as their working directory."""
-    found = []
-    for entry in _entries("/proc"):
-        with suppress(OSError):  # It has ended.
-            if entry.isdigit() and os.readlink(f"/proc/{entry}/cwd") == str(folder):
-                found.append(int(entry))
     return found
 
 

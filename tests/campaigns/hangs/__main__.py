@@ -17,13 +17,9 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200, help="how many (default: 200)")
     parser.add_argument("--seed", type=int, default=1, help="of the campaign (default: 1)")
     parser.add_argument("--lanes", type=int, default=4, help="how many cases run side by side (default: 4)")
-    parser.add_argument("--part", default="1/1", metavar="K/N", help="run this part of it (default: 1/1)")
     parser.add_argument("--case", type=int, help="run this case of the campaign alone")
     args = parser.parse_args()
-    part, parts = map(int, args.part.split("/"))
-    # Each part has cases of all kinds.
-    first, last = (args.cases * k // parts for k in (part - 1, part))
-    cases = range(first, last) if args.case is None else [args.case]
+    cases = range(args.cases) if args.case is None else [args.case]
     lanes = min(args.lanes, len(cases))
     figures = asyncio.run(run_campaign(args.seed, cases, lanes, lambda text: print(text, flush=True)))
     print(figures)

@@ -54,13 +54,6 @@ class Figures:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """By kind: from the hang to the error."""
 
-    def add(self, other: Figures) -> None:
-        """Take in those of another part of the campaign."""
-        self.right += other.right
-        self.wrong += other.wrong
-        for kind, seconds in other.seconds.items():
-            self.seconds.setdefault(kind, []).extend(seconds)
-
     def __str__(self) -> str:
         lines = []
         for kind, seconds in sorted(self.seconds.items()):

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import os
-import pickle
 import random
 import sys
 import tempfile
@@ -28,23 +27,20 @@ def main() -> None:
     add("--seed", type=int, default=1, help="of the campaign (default: 1)")
     add("--minutes", type=float, default=60.0, help="begin nothing more after that (default: 60)")
     add("--instants", type=int, default=100, help="losses at random instants (default: 100)")
-    add("--part", default="1/1", help="which of how many parts of the rounds (default: 1/1)")
     add("--deeds", default=",".join(DEEDS), help="how hosts are lost (default: %(default)s)")
     add("--models", default="split,moved", help="the model that is split anew, and the one that draws (default: both)")
     add("--schedules", default="1f1b,zb-h1", help="which schedules (default: %(default)s)")
     add("--latest", type=float, default=LATEST, help="seconds to the first step behind a loss (default: %(default)g)")
-    add("--figures", type=Path, metavar="FILE", help="add the figures to those in FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     deadline, chance = time.monotonic() + 60 * args.minutes, random.Random(args.seed)
-    part, parts = map(int, args.part.split("/"))
     deeds, figures = args.deeds.split(","), Figures()
     # Split anew and moved; backwards whole and split in two halves.
     with tempfile.TemporaryDirectory(prefix="h-") as folder:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
         for draws, schedule in product((False, True), ("1f1b", "zb-h1")):
-            rounds = all_rounds(chance, deeds, args.instants // 4, schedule)[part - 1 :: parts]
+            rounds = all_rounds(chance, deeds, args.instants // 4, schedule)
             model = "moved" if draws else "split"
             if schedule not in args.schedules.split(",") or model not in args.models.split(","):
                 continue
@@ -56,10 +52,6 @@ def main() -> None:
             campaign = Campaign(rounds, own, schedule=schedule, draws=draws, deadline=deadline, latest=args.latest)
             asyncio.run(campaign.run())
             figures.add(campaign.figures)
-    if args.figures is not None:
-        if args.figures.exists():
-            figures.add(pickle.loads(args.figures.read_bytes()))
-        args.figures.write_bytes(pickle.dumps(figures))
     print(figures)
 
 
