@@ -149,19 +149,6 @@ async def test_workers_with_other_clocks_make_one_record(pool):
     assert labels[1]["labels"].startswith(("clock +1000.0", "clock +999.9"))
 
 
-async def test_a_black_hole_holds_everything_until_it_is_open_again(pool):
-    async with pipeline(pool) as pipe:
-        await pipe.step(*batch())
-        await reshape(pool, {DEVICES: EdgeShape(state=EdgeState.BLACK_HOLE)})
-        step = asyncio.ensure_future(pipe.step(*batch()))
-        # The first worker has sent what the second one would need, and that answers: nothing is lost or hung.
-        for _ in range(3):
-            await pool.run(all_answer(pool))
-        assert not step.done()
-        await reshape(pool, {DEVICES: EdgeShape()})
-        await step
-
-
 async def test_a_step_that_waits_at_a_black_hole_can_be_cancelled(pool):
     async with pipeline(pool) as pipe:
         await reshape(pool, {DEVICES: EdgeShape(state=EdgeState.BLACK_HOLE)})

@@ -10,7 +10,6 @@ import sys
 import threading
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,8 +32,7 @@ from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.errors import ArgumentTypeError, BatchError, OptionError, PipelineClosedError, WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device, resolve_devices
-from asyncpipe.pipeline.pool_options import PoolOptions
-from asyncpipe.pipeline.workers import Workers, assign_workers, check_transport
+from asyncpipe.pipeline.workers import assign_workers, check_transport
 from asyncpipe.testing import InlineExecutor
 
 pytestmark = pytest.mark.timeout(120)
@@ -495,31 +493,6 @@ async def test_the_schedule_changes_and_a_state_is_loaded_between_two_steps(pool
     assert torch.equal(ends[1], ends[3])
 
 
-async def test_a_worker_that_is_lost_while_others_start_is_started_again(monkeypatch):
-    class Group:
-        def __init__(self, *_, **__):
-            self.workers, self.starts = {}, []
-
-        async def __aenter__(self):
-            return self
-
-        async def start(self, *names, **_):
-            self.starts.append(names)
-            self.workers |= {name: SimpleNamespace(name=name) for name in names}
-            started = [self.workers[name] for name in names]
-            if "cpu:1" in names:
-                del self.workers["cpu:0"]
-            return started
-
-    group = Group()
-    monkeypatch.setattr("asyncpipe.pipeline.workers.WorkerGroup", lambda *_, **__: group)
-    workers, devices = Workers(PoolOptions(workers="processes")), resolve_devices(["cpu:0", "cpu:1"])
-    await workers.admit(devices[:1])
-    await workers.admit(devices)
-    assert group.starts == [("cpu:0",), ("cpu:1",), ("cpu:0",)]
-    assert workers.connection("cpu:0") is group.workers["cpu:0"]
-
-
 def test_which_worker_has_which_device():
     devices = resolve_devices(["cpu:0", "cpu:1", "cpu:0"])
     assert assign_workers(devices, "processes") == {"cpu:0": "cpu:0", "cpu:1": "cpu:1", "cpu:0#1": "cpu:0#1"}
@@ -572,14 +545,6 @@ def behind(x):
 
 def with_strides(x):
     return x + 1000 * torch.tensor([*x.stride(), x.data_ptr() % 64]).sum()
-
-
-def twice(x):
-    return x, x
-
-
-def overwrite(pair):
-    return pair[0].relu_() + pair[1]
 
 
 @skippable(stash=["skip"])
@@ -667,17 +632,6 @@ async def test_workers_compute_by_the_settings_of_their_controller(pool):
                     torch.set_default_dtype(torch.float32)
     assert not torch.equal(ends[0], ends[1])
     assert all(map(torch.equal, ends[:3], ends[3:]))
-
-
-async def test_a_value_that_is_read_elsewhere_is_not_overwritten_in_another_worker(pool):
-    x = torch.randn(8, 4)
-    for where in (None, pool):
-        model = nn.Sequential(nn.Linear(4, 4), Apply("twice"), Apply("overwrite"), nn.Linear(4, 4))
-        async with Pipeline(
-            model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=2, pool=where, **OPTIONS
-        ) as pipe:  # fmt: skip
-            with pytest.raises(TaskError, match="stage 1 overwrites in place a value"):
-                await pipe.step(x, x)
 
 
 async def test_messages_that_wait_for_long_hold_back_no_others(pool):
@@ -777,18 +731,6 @@ def no_nan(x):
     if x.isnan().any():
         raise ValueError("this is no number")
     return x
-
-
-async def test_a_state_is_loaded_where_other_workers_have_batch_norms(pool, recwarn):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    x = torch.randn(8, 4)
-    async with Pipeline(model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=2, pool=pool, **OPTIONS) as pipe:
-        await pipe.step(x, x)
-        state = pipe.state_dict()
-        await pipe.step(x, x)
-        pipe.load_state_dict(state)
-        assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
-    assert not recwarn.list
 
 
 async def test_gradients_are_accumulated_only_for_an_optimizer(pool):

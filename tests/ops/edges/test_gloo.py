@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from edge_helpers import joined, message, nothing_left
@@ -31,23 +28,6 @@ def test_closing_while_a_payload_does_not_come(monkeypatch: pytest.MonkeyPatch) 
         pair.out.send(message(1, torch.zeros(OWN_BYTES)))
         pair.edges[1].close()
         assert pair.inbox.empty
-
-
-def test_no_native_thread_is_left() -> None:
-    def native() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    with joined(transport="gloo"):
-        during = native()
-    # A joined thread is gone a moment later. Two ends of two edges have a thread of gloo's and of ours each; gloo's
-    # devices, one for each worker, have one, too.
-    while native() > during - 10:
-        os.sched_yield()
-
-
-def test_no_process_group_of_the_program_is_made() -> None:
-    with joined(transport="gloo"):
-        assert not distributed.is_initialized()
 
 
 def test_a_torch_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

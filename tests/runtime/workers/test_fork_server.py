@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from worker_helpers import SECONDS, Recorded, is_alive, is_there, open_files, until
+from worker_helpers import Recorded, is_alive, is_there, open_files, until
 
 from asyncpipe.runtime.workers.fork_server import ForkServer
 
@@ -36,19 +35,6 @@ async def test_workers_are_forked_from_one_process_and_share_nothing_that_they_d
         assert pipes[0]
         assert not pipes[0] & pipes[1], "one has what keeps the other alive"
     await until("it has ended", lambda: not is_there(server))
-
-
-async def test_how_a_forked_worker_ends_is_known():
-    recorded = Recorded()
-    async with recorded.group as group:
-        first, second, third = await group.start("first", "second", "third")
-        first.send(("exit", 3))
-        assert (await recorded.loss()).exit_status == 3
-        second.kill("a test wants it")
-        assert (await recorded.loss()).exit_status == -signal.SIGKILL
-        third.send(("signal", signal.SIGUSR1))
-        assert (await recorded.loss()).exit_status == -signal.SIGUSR1
-        assert not any(is_there(worker.pid) for worker in (first, second, third))
 
 
 async def test_a_worker_is_a_fresh_interpreter_where_the_environment_has_changed(monkeypatch):
@@ -80,26 +66,3 @@ async def test_workers_outlive_their_server_and_the_next_one_has_another(tmp_pat
         assert await second.ask(("echo", 2)) == 2
     assert open_files() == before
     assert not is_alive(first.pid)
-
-
-async def test_a_start_that_is_cancelled_while_it_is_forked_leaves_nothing(monkeypatch):
-    asked = asyncio.Event()
-    fork = ForkServer.fork
-    loop = asyncio.get_running_loop()
-
-    async def told(self: ForkServer, *arguments: object) -> object:
-        loop.call_soon_threadsafe(asked.set)
-        return await fork(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ForkServer, "fork", told)
-    before = open_files()
-    async with Recorded().group as group:
-        start = asyncio.create_task(group.start("first"))
-        async with asyncio.timeout(SECONDS):
-            await asked.wait()
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        (second,) = await group.start("second")
-        assert await second.ask(("echo", 1)) == 1
-    assert open_files() == before

@@ -252,25 +252,6 @@ async def test_twenty_rounds_leave_no_file_and_no_thread(new_threads):
         assert not is_there(worker.pid)
 
 
-async def test_without_pidfd_a_thread_waits_for_the_end(monkeypatch):
-    def pidfd_open(pid: int) -> int:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    recorded = Recorded()
-    async with recorded.group as group:
-        (worker,) = await group.start("worker")
-        worker.send(("exit", 5))
-        assert (await recorded.loss()).exit_status == 5
-        assert not is_there(worker.pid)
-
-
-async def test_workers_connect_by_tcp_if_an_address_is_given():
-    async with Recorded(address=("127.0.0.1", 0)).group as group:
-        (worker,) = await group.start("worker")
-        assert await worker.ask(("length", bytes(1 << 20))) == 1 << 20
-
-
 async def test_where_the_path_of_a_socket_would_be_too_long_workers_connect_by_loopback(monkeypatch, tmp_path):
     folder = tmp_path / ("long" * 30)
     folder.mkdir()

@@ -170,32 +170,6 @@ def test_an_urgent_message_overtakes_a_large_one(pair):
     assert sender.flush(SECONDS)
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"\xff" * 6, b"\x01\x00\x00\x00\x00\x01", b"\x00\x01\x00\x00\x00\x00", b"\x00" * 6]
-)
-def test_what_is_no_frame_closes_the_channel(garbage):
-    closed = threading.Event()
-
-    class Ends:
-        def received(self, role: Role, number: int, packed: Packed) -> None:
-            raise AssertionError
-
-        def closed(self) -> None:
-            closed.set()
-
-    portal, (ours, theirs) = Portal(), socket.socketpair()
-
-    async def make() -> Channel:
-        return Channel(ours, asyncio.get_running_loop(), Ends())
-
-    channel = portal.call(make())
-    theirs.sendall(garbage)
-    assert closed.wait(SECONDS)
-    assert theirs.recv(1) == b""
-    theirs.close()
-    close(portal, [channel])
-
-
 SIZES = st.sampled_from([0, 1, 5, 1000, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, SMALLEST_MAPPED, 1_500_000])
 
 
