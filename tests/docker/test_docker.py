@@ -243,7 +243,7 @@ def test_ports_are_the_same_everywhere(target, image, compose, compose_cuda, in_
     assert f"http://127.0.0.1:{api}/readyz" in training["healthcheck"]["test"][3]
     assert sorted(published(training)) == [(api, api), (metrics, metrics)]
     assert files["services"]["submit"]["environment"]["ASYNCPIPE_URL"] == f"http://training:{api}"
-    assert option(training["command"], "--host") == "training"
+    assert option(training["command"], "--hosts") == "training"
     (scrape,) = in_docker("prometheus/prometheus.yml")["scrape_configs"]
     assert scrape["static_configs"] == [{"targets": [f"training:{metrics}"]}]
     assert training["networks"] == files["services"]["submit"]["networks"] == ["metrics"]
@@ -267,7 +267,7 @@ def test_commands_name_files_that_the_image_has(target, image, compose, compose_
     command = services["training"]["command"]
     assert command[0] == "serve"
     assert in_repository(option(command, "--entry-path")) == job.parent
-    assert option(command, "--entry") == tomllib.loads(job.read_text(encoding="utf-8"))["job"]["entry"]
+    assert option(command, "--entries") == tomllib.loads(job.read_text(encoding="utf-8"))["job"]["entry"]
 
 
 def test_the_cuda_file_changes_nothing_but_the_devices(compose, compose_cuda):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,11 +84,8 @@ async def check_artifacts(opened: TrainingService, job: str, folder: Path) -> No
 
 
 async def downloaded(opened: TrainingService, job: str, name: str) -> bytes:
-    artifact = await opened.open_artifact(job, name)
-    try:
-        return artifact.read(0, artifact.size)
-    finally:
-        artifact.close()
+    with await opened.open_artifact(job, name) as artifact:
+        return os.pread(artifact.descriptor, 2**30, 0)
 
 
 async def alone(folder: Path, **changed: object) -> list[tuple[int, float, float, int]]:

@@ -44,7 +44,7 @@ def commands(extras: str) -> None:
     assert "makespan 14, bubble 14.3%" in command("schedule", "show", "zb-h1", "--stages", "3", "--microbatches", "4")
     assert "<svg" in command("schedule", "show", "1f1b", "--stages", "2", "--microbatches", "2", "--format", "html")
     if not extras:
-        assert "[service]" in command("serve", "--entry", "json:loads", "--devices", "cpu:0", status=2)
+        assert "[service]" in command("serve", "--entries", "json:loads", "--devices", "cpu:0", status=2)
 
 
 def step(**options: object) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns.service import Row
-from tests.campaigns.service._flooded import TOKEN, ask, serve
+from tests.campaigns.service._served import TOKEN, ask, serve
 
 __all__ = ["run"]
 
@@ -23,8 +23,7 @@ def run(folder: Path) -> list[Row]:
     from tests.service.http import test_attacks as tables
 
     theirs = tables.TOKEN
-    options = ("--requests-per-second", "1000", "--burst", "1000", "--body-seconds", "0.5")
-    with serve(folder, *options) as service:
+    with serve(folder) as service:
         requests = [(each.name, each.status, asked(service.place, each, theirs)) for each in tables.ATTACKS]
         below = [
             (name, int(status), said(service.place, make().replace(theirs.encode(), TOKEN.encode())))

@@ -15,7 +15,7 @@ from asyncpipe.service.job_states import JobSpec, JobState
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import JobStore
 from tests.campaigns.service import Row
-from tests.campaigns.service._flooded import JOB, TOKEN, Flooded, serve
+from tests.campaigns.service._served import JOB, TOKEN, RealService, serve
 
 NODE = Path(__file__).parents[2] / "node"
 ENDED, LIVE = {0: 0, 1: 0, 12: 8, 5000: 5000}, {0: 0, 1: 1, 12: 4, 5000: 0}
@@ -60,7 +60,7 @@ def _judged(count: int, facts: dict[str, Any]) -> Row:
     return Row(f"{count:,} jobs, at 400 and 1,280 px, light and dark", figure, held)
 
 
-def _submit(service: Flooded, count: int) -> None:
+def _submit(service: RealService, count: int) -> None:
     """One that runs, the others wait; the last is paused."""
     training = JOB["training"] | {"steps": 100_000}
     jobs = [service.client.submit(JOB | {"name": f"number {each}", "training": training}) for each in range(count)]
