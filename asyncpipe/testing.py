@@ -119,22 +119,19 @@ class EmulatedExecutor:
             del assignment, ended, graph
 
 
-def shape_edges(pool: DevicePool, shapes: Mapping[tuple[str, str], EdgeShape] | None = None) -> DevicePool:
-    """``pool``, whose edges can be made slow or cut from now on, so that workers of one machine can stand for hosts.
+def shape_edges(pool: DevicePool) -> DevicePool:
+    """``pool``, whose edges ``reshape`` can make slow or cut, so that workers of one machine can stand for hosts::
 
-    ``shapes`` are by the names of the workers that an edge leads from and to; other edges stay as they are::
-
-        pool = shape_edges(DevicePool(workers="processes"), {("cpu:0", "cpu:1"): EdgeShape(0.002, bandwidth=1e8)})
-        ...
-        await reshape(pool, {("cpu:0", "cpu:1"): EdgeShape(state=EdgeState.BLACK_HOLE)})
+        async with shape_edges(DevicePool(workers="processes")) as pool:
+            await reshape(pool, {("cpu:0", "cpu:1"): EdgeShape(0.002, bandwidth=1e8)})
 
     To be called before the pool opens; each worker gets one more thread. Raises ``OptionError`` if the pool has no
     workers or is open.
     """
     workers = _workers(pool)
     if pool.is_open:
-        raise OptionError("edges get their first shapes before the pool opens")
-    workers.edge_shapes = dict(shapes or {})
+        raise OptionError("shape_edges is for a pool that is not open yet")
+    workers.edge_shapes = {}
     return pool
 
 

@@ -184,7 +184,7 @@ async def test_edges_are_shaped_only_where_that_was_asked_for():
     async with DevicePool(workers="processes") as workers:
         with pytest.raises(OptionError, match="a pool that shape_edges was called for"):
             await reshape(workers, {})
-        with pytest.raises(OptionError, match="before the pool opens"):
+        with pytest.raises(OptionError, match="not open yet"):
             shape_edges(workers)
     for latency, bandwidth in ((-1, 1), (float("inf"), 1), (0, 0)):
         with pytest.raises(OptionError, match="an edge's latency is"):

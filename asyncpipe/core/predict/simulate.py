@@ -86,7 +86,7 @@ class _Messages:
 class _Simulation:
     """Virtual lanes; each runs its tasks in the order of dispatch, as soon as their dependencies have ended."""
 
-    def __init__(self, jobs: Sequence[SimulatedJob], in_flight: int, policy: MakePolicy | None = None) -> None:
+    def __init__(self, jobs: Sequence[SimulatedJob], in_flight: int, policy: MakePolicy | None) -> None:
         self.state = SchedulerState(in_flight=in_flight, policy=policy)
         self.runs = [SimulatedRun() for _ in jobs]
         self.now = 0.0
@@ -117,8 +117,8 @@ class _Simulation:
         self._channels: dict[tuple[str, ...], float] = {}
         """The time from which each link is free."""
 
-    def run(self, until: float) -> None:
-        """Simulate until all numbered steps are completed, or until the time ``until``."""
+    def run(self) -> None:
+        """Simulate until all numbered steps are completed."""
         commands: list[Command] = []
         while True:
             self._execute(commands)
@@ -130,9 +130,6 @@ class _Simulation:
                 continue
             wake_at = self.state.wake_at(self.now)
             upcoming = min(self._next(), inf if wake_at is None else wake_at)
-            if upcoming > until:
-                self.now = until
-                return
             assert upcoming < inf, "steps are unfinished, but no task is running"
             self.now = max(self.now, upcoming)
             commands = self._advance()
@@ -246,39 +243,32 @@ def simulate(graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, i
     Deterministic: tasks that end at the same virtual time are reported in the order of their numbers. What a ruled
     schedule raises while it decides becomes a ``ScheduleError``.
     """
-    simulation = _Simulation([SimulatedJob(graph, cost or Costs())], in_flight)
-    simulation.run(inf)
-    return simulation.runs[0].records[0]
+    (run,) = simulate_jobs([SimulatedJob(graph, cost or Costs())], in_flight=in_flight)
+    return run.records[0]
 
 
 def simulate_steps(
-    graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, steps: int, ahead: int = 1, in_flight: int = 16
+    graph: TaskGraph, cost: Callable[[Task], float] | None = None, *, steps: int, ahead: int = 1
 ) -> list[StepRecord]:
     """The records of ``steps`` steps of ``graph`` on one clock, of which up to ``ahead`` are submitted early.
 
     Otherwise as ``simulate``. With ``ahead=0`` each step begins when the one before has ended.
     """
-    simulation = _Simulation([SimulatedJob(graph, cost or Costs(), steps=steps, ahead=ahead)], in_flight)
-    simulation.run(inf)
-    return simulation.runs[0].records
+    (run,) = simulate_jobs([SimulatedJob(graph, cost or Costs(), steps=steps, ahead=ahead)])
+    return run.records
 
 
 def simulate_jobs(
-    jobs: Sequence[SimulatedJob],
-    *,
-    until: float | None = None,
-    in_flight: int = 16,
-    policy: MakePolicy | None = None,
+    jobs: Sequence[SimulatedJob], *, in_flight: int = 16, policy: MakePolicy | None = None
 ) -> list[SimulatedRun]:
     """The results of ``jobs`` that run together with the given costs, from time 0; one for each job.
 
-    Ends at virtual time ``until``, or when every job with a number of steps has completed them. Deterministic, and
-    raises, as ``simulate``; also ``OptionError`` if the simulation would never end. ``policy`` is that of a
-    ``DevicePool``.
+    Ends when every job with a number of steps has completed them. Deterministic, and raises, as ``simulate``; also
+    ``OptionError`` if the simulation would never end. ``policy`` is that of a ``DevicePool``.
     """
-    if until is None and all(job.steps is None for job in jobs):
-        raise OptionError("jobs without a number of steps need an end: give until")
+    if all(job.steps is None for job in jobs):
+        raise OptionError("the simulation would never end; give one of the jobs a number of steps")
     simulation = _Simulation(jobs, in_flight, policy)
-    simulation.run(inf if until is None else until)
+    simulation.run()
     simulation.cut()
     return simulation.runs

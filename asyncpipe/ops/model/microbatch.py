@@ -184,7 +184,7 @@ def cut(batch: Any, microbatches: int, *, dim: int = 0, name: str = "the input")
     return CutBatch(_split(batch, sizes, dim), sizes, ready_made=False)
 
 
-def cut_alike(batch: Any, like: CutBatch, *, dim: int = 0, name: str = "the target") -> list[Any]:
+def cut_alike(batch: Any, like: CutBatch, *, dim: int = 0) -> list[Any]:
     """``batch`` cut into micro-batches of the same sizes as those of ``like``.
 
     A value without tensors goes to every micro-batch. Raises ``BatchError`` if its tensors have another number of
@@ -192,12 +192,12 @@ def cut_alike(batch: Any, like: CutBatch, *, dim: int = 0, name: str = "the targ
     """
     if isinstance(batch, Microbatches):
         if len(batch) != len(like.pieces):
-            raise BatchError(f"{name} has {len(batch)} micro-batches, but the input has {len(like.pieces)}")
+            raise BatchError(f"the target has {len(batch)} micro-batches, but the input has {len(like.pieces)}")
         return [without_no_chunk(piece) for piece in batch.pieces]
     if any(isinstance(leaf, Tensor) for leaf in _flatten(batch)[0]):
-        size = _batch_size(batch, dim, name)
+        size = _batch_size(batch, dim, "the target")
         if size != sum(like.sizes):
-            raise BatchError(f"{name} has {size} samples, but the input has {sum(like.sizes)}; they must be equal")
+            raise BatchError(f"the target has {size} samples, but the input has {sum(like.sizes)}; they must be equal")
     return _split(batch, like.sizes, dim)
 
 
