@@ -22,6 +22,7 @@ from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 from tests.emulated import device as emu
 from tests.emulated.helpers import X, layers, squares
+from tests.support.invariants import check_scheduler
 
 ONE = ["emu:0"]
 
@@ -127,7 +128,7 @@ async def test_a_kernel_that_hangs_on_a_shared_pool_holds_its_own_job_only(backg
                     result = await asyncio.wait_for(streams[1].run(beside.step(X)), 10)
                     await asyncio.wait_for(result.completed(), 10)
             await (await step).completed()
-            pool.driver.scheduler.check()
+            check_scheduler(pool.driver.scheduler)
         for thread in completions():
             thread.join(10)
         assert not completions()
@@ -166,7 +167,7 @@ async def test_the_watchdog_gives_up_the_job_that_hangs_and_the_kernel_leaves_no
                 if thread is not other:
                     thread.join(10)
             assert completions() == [other]
-            pool.driver.scheduler.check()
+            check_scheduler(pool.driver.scheduler)
             assert pool.driver.scheduler.jobs == {"b"}
 
 

@@ -13,6 +13,7 @@ from thread_helpers import Threads
 from torch import nn
 
 from asyncpipe import DevicePool, Pipeline, Share, TaskError
+from tests.support.invariants import check_scheduler
 
 mse = nn.functional.mse_loss
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -138,7 +139,7 @@ async def test_two_pipelines_on_one_pool_while_one_fails(workload, no_leaks, job
             await asyncio.gather(
                 _steps(first, models[0], workload, 6), _steps(second, models[1], workload, 6, faults=True)
             )
-        pool.driver.scheduler.check()
+        check_scheduler(pool.driver.scheduler)
         assert pool.driver.scheduler.idle
 
 

@@ -18,6 +18,7 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Gates
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
+from tests.support.invariants import check_scheduler
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 SKIPS = Wiring(((0, 1), (0, 2), (1, 2)), (), (0, 1, 2))
@@ -75,7 +76,7 @@ async def drivers(no_leaks):
         await driver.drain()
         driver.close()
         driver.join()
-        driver.scheduler.check()
+        check_scheduler(driver.scheduler)
         assert driver.scheduler.idle
 
 

@@ -25,6 +25,7 @@ from asyncpipe.runtime.program_run import ProgramRun
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
+from tests.support.invariants import check_scheduler
 
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 3, 2), devices=DEVICES, checkpoint=CheckpointMode.NEVER)
 LAST = len(GRAPH.tasks) - 1
@@ -196,7 +197,7 @@ async def test_a_step_ends_while_every_device_waits_at_a_gate(no_leaks, how, ope
     assert len(ran) == able
     made.close()
     made.join()
-    made.scheduler.check()
+    check_scheduler(made.scheduler)
     assert made.scheduler.idle
 
 

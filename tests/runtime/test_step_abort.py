@@ -32,6 +32,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.runtime.program_run import ProgramRun
 from asyncpipe.runtime.step_abort import StepAbort
+from tests.support.invariants import check_scheduler
 
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 2, 2), devices=DEVICES, checkpoint=CheckpointMode.NEVER)
 
@@ -146,7 +147,7 @@ class System:
                 turns.remove(turn)
         assert not turns, "it hangs"
         assert not self.inbox
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         assert self.scheduler.idle
 
 

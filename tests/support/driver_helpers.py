@@ -11,6 +11,7 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.thread_executor import ThreadExecutor
+from tests.support.invariants import check_scheduler
 
 __all__ = ["DEVICES", "StepStub", "bind_nothing", "executor_alone", "open_driver"]
 
@@ -37,7 +38,7 @@ async def open_driver(
     await made.drain()
     made.close()
     made.join()
-    made.scheduler.check()
+    check_scheduler(made.scheduler)
     assert made.scheduler.idle
 
 

@@ -10,7 +10,6 @@ from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
-from asyncpipe.core.policies.fair_share import FairShare
 from asyncpipe.core.policies.flow import Flow
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
@@ -18,6 +17,7 @@ from asyncpipe.core.predict.simulate import SimulatedRun
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
+from tests.support.invariants import check_scheduler, flows_on
 
 
 def graph_of(schedule: str | Schedule, stages: int, microbatches: int, phase: Phase = Phase.STEP) -> TaskGraph:
@@ -81,7 +81,7 @@ class ByHand:
 
     def choose(self, now: float) -> list[Command]:
         commands = self.state.choose(now)
-        self.state.check()
+        check_scheduler(self.state)
         return commands
 
     def run_step(self, step: int, graph: TaskGraph, share: Share, start: float, seconds: float) -> None:
@@ -93,5 +93,4 @@ class ByHand:
 
 def flows_of(state: SchedulerState) -> list[Flow]:
     """What each job has on the compute lanes that are shared."""
-    shared = [policy for lane, policy in state.policies.items() if lane.queue is Queue.COMPUTE]
-    return [flow for policy in shared if isinstance(policy, FairShare) for flow in policy.flows]
+    return [flow for lane, policy in state.policies.items() if lane.queue is Queue.COMPUTE for flow in flows_on(policy)]

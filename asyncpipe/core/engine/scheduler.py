@@ -58,7 +58,7 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.microbatch_admission import StepAdmissions
-from asyncpipe.core.engine.steps import LaneState, StepState, check_invariants, follow
+from asyncpipe.core.engine.steps import LaneState, StepState, follow
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.fair_share import FairShare, SharedLanes
@@ -493,7 +493,3 @@ class SchedulerState:
             step.taken[lane.lane] = taken
         if step.job.steps == 1:
             lane.others.end(step.job)
-
-    def check(self) -> None:
-        """Assert what must hold between two events, once ``choose`` was called; tests do after each and at teardown."""
-        check_invariants(self._steps.values(), self._lanes.values(), self._cap, self._dispatcher.chosen_at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncpipe.core.engine.events import Command, Event, Outcome
@@ -16,7 +15,7 @@ from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.policies.policy import Policy, TaskState
 from asyncpipe.errors import ScheduleError
 
-__all__ = ["Following", "LaneState", "StepState", "check_invariants", "follow"]
+__all__ = ["Following", "LaneState", "StepState", "follow"]
 
 # Module constants: an enum attribute costs a lookup in the hottest loop.
 _READY, _OK = TaskState.READY, Outcome.OK
@@ -185,23 +184,3 @@ def follow(earlier: StepState, later: StepState) -> None:
         if lane_state in last:
             later.behind[task] = (earlier, last[lane_state])
     earlier.following = Following(later, left, first, at_end)
-
-
-def check_invariants(steps: Iterable[StepState], lanes: Iterable[LaneState], cap: int, now: float) -> None:
-    """Assert what must hold between two events, once all policies were asked, at ``now``."""
-    held: dict[LaneState, int] = {}
-    for step in steps:
-        counts = [step.states.count(state) for state in TaskState]
-        assert not step.handed_over, "a dispatch was not noted"
-        assert step.held == counts[TaskState.DISPATCHED] + counts[TaskState.ISSUED], "held tasks are miscounted"
-        for task, (state, lane) in enumerate(zip(step.states, step.lanes, strict=True)):
-            if state in (TaskState.DISPATCHED, TaskState.ISSUED) and not step.by_program:
-                held[lane] = held.get(lane, 0) + 1
-            if state is TaskState.WAITING and step.running:
-                assert step.unmet[task] > 0, f"{step.graph.tasks[task]} waits for nothing"
-    for lane in lanes:
-        assert lane.in_flight == held.get(lane, 0), f"{lane.lane} is miscounted"
-        assert lane.in_flight <= cap or lane.is_shared, f"{lane.lane} holds too many tasks"
-        if lane.in_order and lane.in_flight < cap:
-            assert not lane.heap, f"{lane.lane} has work and room, but stands still"
-        lane.policy.check(now)

@@ -417,35 +417,6 @@ class FairShare(Policy):
                 break
         return total, end
 
-    # Tests
-
-    def check(self, now: float) -> None:
-        assert len(self._holding) <= self.lane.in_flight, f"{self.lane.lane} remembers what it does not hold"
-        assert sum(flow.in_flight for flow in self._flows.values()) == self.lane.in_flight, "in flight is miscounted"
-        background = [flow for flow in self._flows.values() if flow.background and not flow.is_late]
-        assert sum(flow.in_flight for flow in background) <= MOST_AHEAD, f"{self.lane.lane} holds many background tasks"
-        # A shared lane may hold less than it has room for until its next event: who is active changes with time.
-        shared = len(self._flows) > 1 or any(flow.background for flow in self._flows.values())
-        room = 1 if shared else self._lanes.cap
-        for flow in self._flows.values():
-            _check_flow(flow)
-            assert flow.in_flight <= self._lanes.cap, f"{self.lane.lane} holds too many tasks of {flow.job.name!r}"
-            if flow.ready.heap and not flow.background and self._has_room(flow, room) and self.lane.in_flight < room:
-                assert self._awaited(flow, now), f"{self.lane.lane} has work and room, but stands still"
-
-    @property
-    def flows(self) -> Sequence[Flow]:
-        """What each job has here; for tests."""
-        return list(self._flows.values())
-
-
-def _check_flow(flow: Flow) -> None:
-    name = repr(flow.job.name)
-    assert flow.expected >= 0.0, f"less than nothing is expected of {name}"
-    assert flow.in_flight or not flow.expected, f"{name} has nothing in flight and is expected to take time"
-    assert all(step.left > 0 for step in flow.steps), f"{name} waits for a step that is over here"
-    assert not (flow.steps and flow.due is not None), f"{name} is under way and due"
-
 
 def _fits(flow: Flow, lookahead: BackfillLookahead, others: Iterable[Flow], left: float = 0.0) -> bool:
     """Whether the next task of ``flow``, which begins in ``left`` seconds, would be done before ``others`` need the

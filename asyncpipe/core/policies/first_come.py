@@ -58,7 +58,3 @@ class FirstComeFirstServed(Policy):
             _, _, task, step = heappop(self.heap)
             policy.ready(step, task, 0.0)
         return policy
-
-    def check(self, now: float) -> None:
-        if self.ruled_lane is not None and self.heap:
-            assert self.ruled_lane.in_flight, f"{self.ruled_lane.lane} has work and room, but stands still"

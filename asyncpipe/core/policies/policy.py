@@ -155,10 +155,6 @@ class Policy(Protocol):
         """When ``choose`` could answer otherwise although nothing has happened; ``None`` for never."""
         return None
 
-    def check(self, now: float) -> None:
-        """Assert what must hold between two events; for tests."""
-        return
-
 
 MakePolicy: TypeAlias = Callable[[LaneView], Policy]
 """Makes the policy of one lane."""

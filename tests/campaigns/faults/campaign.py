@@ -28,6 +28,7 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.errors import AsyncpipeError, HungTaskError, TaskError
 from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.runtime.watchdog import Watchdog
+from tests.support.invariants import check_scheduler
 
 __all__ = ["TROUBLES", "Case", "draw", "run_campaign", "run_case"]
 
@@ -153,7 +154,7 @@ class _Run:
                     await self._step(pipe)
             async with Pipeline(self.model, self.devices, loss_fn=_mse, pool=pool, **self.options) as pipe:
                 await self._step(pipe)
-            pool.driver.scheduler.check()
+            check_scheduler(pool.driver.scheduler)
             assert pool.driver.scheduler.idle
         return outcome
 

@@ -29,6 +29,7 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
+from tests.support.invariants import check_scheduler
 
 
 class Devices:
@@ -58,7 +59,7 @@ class Devices:
 
     def take(self, commands: list[Command]) -> None:
         commands = commands + self.state.choose(0.0)
-        self.state.check()
+        check_scheduler(self.state)
         for command in commands:
             graph = self.graphs[command.step]
             if isinstance(command, Dispatch):

@@ -23,6 +23,7 @@ from asyncpipe.core.records.step_record import remove_record
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
+from tests.support.invariants import check_scheduler
 
 STEP = 5
 ERROR = RuntimeError("boom")
@@ -111,7 +112,7 @@ def test_an_illegal_event_changes_nothing(before: list[Event], event: Event, mes
         state.handle(event, 9.0)
     assert message in str(raised.value)
     assert snapshot(state) == remembered
-    state.check()
+    check_scheduler(state)
 
 
 BY_PROGRAMS = StepSubmitted(STEP, GRAPH, programs=True)
@@ -168,7 +169,7 @@ def test_an_illegal_end_of_a_program_changes_nothing(before: list[Event], event:
         state.handle(event, 9.0)
     assert message in str(raised.value)
     assert snapshot(state) == remembered
-    state.check()
+    check_scheduler(state)
 
 
 def test_a_snapshot_sees_every_event() -> None:

@@ -24,6 +24,7 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
+from tests.support.invariants import check_scheduler
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
@@ -162,7 +163,7 @@ def test_a_gate_holds_its_backward_and_nothing_else() -> None:
     assert state.handle(GateOpened(0, 0), 0.0) == []
     opened = state.handle(GateOpened(0, 1), 0.0)
     assert {graph.tasks[c.task].id for c in opened if isinstance(c, Dispatch)} == {"B(1,1)", "R(0,1)", "B(0,1)"}
-    state.check()
+    check_scheduler(state)
     with pytest.raises(InvalidTransition):
         state.handle(GateOpened(0, 1), 0.0)
     with pytest.raises(InvalidTransition):

@@ -35,6 +35,7 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
 from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
+from tests.support.invariants import check_scheduler, flows_on
 
 NAMES = ("", "a", "b", "c", "d")
 
@@ -118,7 +119,7 @@ class World:
         assert self.state.idle
         for name in NAMES:
             self.state.forget(name)
-        self.state.check()
+        check_scheduler(self.state)
         assert not flows_of(self.state)
         assert not self.state.jobs
 
@@ -132,7 +133,7 @@ class World:
             commands = self.state.choose(self.now)
             self.log.append((None, self.now, commands))
             if commands:
-                self.state.check()
+                check_scheduler(self.state)
                 return self.obey(commands)
         raise AssertionError("it looks again and again")
 
@@ -163,7 +164,7 @@ class World:
         self.take(event)
         commands += self.state.choose(self.now)
         self.log.append((event, self.now, commands))
-        self.state.check()
+        check_scheduler(self.state)
         self.obey(commands)
 
     def take(self, event: Event) -> None:
@@ -236,7 +237,7 @@ class World:
     def late(self, lane: Lane) -> set[str]:
         """The jobs whose tasks hold no place on ``lane``: they were issued there, and are late."""
         policy = self.state.policies[lane]
-        found = {flow.job.name for flow in policy.flows if flow.is_late} if isinstance(policy, FairShare) else set()
+        found = {flow.job.name for flow in flows_on(policy) if flow.is_late}
         for name in found:
             steps = [model for model in self.models.values() if model.share.job == name]
             assert any(step.graph.tasks[task].lane == lane for step in steps for task in step.held & step.issued)
@@ -280,10 +281,10 @@ def test_a_replay_gives_the_same_answers_whatever_is_asked_in_between(draw: rand
     again = SchedulerState(in_flight=world.cap)
     for event, now, answer in world.log:
         again.wake_at(now)
-        again.check()
+        check_scheduler(again)
         for policy in again.policies.values():
             if isinstance(policy, FairShare):
-                policy.wake_at(now), policy.busy(now), policy.at_once, policy.flows, policy.waiting
+                policy.wake_at(now), policy.busy(now), policy.at_once, flows_on(policy), policy.waiting
         commands = [] if event is None else again.handle(event, now)
         assert commands + again.choose(now) == answer
         for command in answer:
@@ -326,7 +327,7 @@ def checked(
 ) -> Callable[[SchedulerState, float], list[Command]]:
     def settle_and_check(self: SchedulerState, now: float) -> list[Command]:
         commands = settle(self, now)
-        self.check()
+        check_scheduler(self)
         return commands
 
     return settle_and_check

@@ -43,6 +43,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import can_overlap
 from asyncpipe.core.records.step_record import StepRecord, remove_record
+from tests.support.invariants import check_scheduler
 
 Choice = Callable[[], object]
 
@@ -171,7 +172,7 @@ class Worker:
         world.now += 1.0
         self.obey(self.state.handle(event, world.now))
         self.obey(self.state.choose(world.now))
-        self.state.check()
+        check_scheduler(self.state)
 
     def obey(self, commands: list[Command]) -> None:
         for command in commands:
@@ -449,7 +450,7 @@ def replay(record: StepRecord, ended: StepCompleted) -> None:
             assert {command for command in found if isinstance(command, Dispatch)} == set(noted)
             event = StepSubmitted(entry.step, entry.graph) if isinstance(entry, StepSubmitted) else entry
             found += one_by_one.handle(event, at)
-            one_by_one.check()
+            check_scheduler(one_by_one)
     assert {command for command in found if isinstance(command, Dispatch)} == set(noted)
     assert len(noted) == len(set(noted)), "each task is dispatched at most once"
     assert found.count(Abort(record.step)) == aborts == (ended.outcome is not Outcome.OK)
