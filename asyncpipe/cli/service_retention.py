@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncpipe.cli.arguments import add_command
-from asyncpipe.cli.service_folder import add_folder_options, folder_of
+from asyncpipe.cli.service_folder import add_folder_options, folder_settings
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
-    from asyncpipe.service.settings.retention_settings import RetentionSettings
 
 __all__ = ["add_parser"]
 
@@ -41,15 +38,14 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    folder = folder_of(args)
-    rules = _rules(args.config or os.environ.get("ASYNCPIPE_CONFIG"))
+    settings = folder_settings(args)
     # Late imports: --help does not wait for torch.
     from asyncpipe.service.keeping.retention import removals, with_snapshots
     from asyncpipe.service.store.database import STORE, open_beside
     from asyncpipe.service.store.finding import every_job
 
-    with open_beside(folder / STORE) as connection:
-        found = removals(every_job(connection), rules, time.time(), with_snapshots(folder))
+    with open_beside(settings.folder / STORE) as connection:
+        found = removals(every_job(connection), settings.retention, time.time(), with_snapshots(settings.folder))
     if args.json:
         print(json.dumps({"removals": [each._asdict() for each in found]}))
         return 0
@@ -58,18 +54,3 @@ def _run(args: argparse.Namespace) -> int:
     jobs, snapshots = (sum(each.what == what for each in found) for what in ("job", "snapshots"))
     print(f"would delete {jobs} jobs, and the snapshots of {snapshots} others")
     return 0
-
-
-def _rules(config: Path | str | None) -> RetentionSettings:
-    from pydantic import ValidationError
-
-    from asyncpipe.service.settings.retention_settings import RetentionSettings
-    from asyncpipe.service.settings.service_settings import SettingsError
-    from asyncpipe.train.validation import read_toml, wrong_keys
-
-    tables = read_toml(Path(config), SettingsError).get("retention", {}) if config else {}
-    try:
-        return RetentionSettings.model_validate(tables)
-    except ValidationError as error:
-        problems = wrong_keys(error, RetentionSettings)
-        raise SettingsError("\n".join(f"{config}: retention.{problem}" for problem in problems)) from None

@@ -13,7 +13,7 @@
     http/                 the HTTP API and its pages
     client/               JobClient, and AsyncJobClient for asyncio
     job_states.py         the states of a job and the transitions between them
-    malloc.py             limits the C library's heaps; whole_writes.py: writes that are complete or not made
+    malloc.py             limits the C library's heaps
 
 Above this are only the command line and the benchmarks. It runs jobs with ``train`` and shows them with ``observe``.
 """

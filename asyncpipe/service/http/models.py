@@ -19,12 +19,13 @@ from asyncpipe.service.job_states import (
     JobState,
     PriorityClass,
 )
+from asyncpipe.service.jobs.artifacts import Artifact
+from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.outlook import Outlook
 
 __all__ = [
     "ID",
     "MOST_LISTED",
-    "ArtifactAnswer",
     "ArtifactsAnswer",
     "CountsAnswer",
     "EntriesAnswer",
@@ -43,7 +44,6 @@ __all__ = [
     "ScheduleRequest",
     "SchedulesAnswer",
     "TransitionAnswer",
-    "WorkerAnswer",
     "WorkersAnswer",
 ]
 
@@ -287,41 +287,16 @@ class EntriesAnswer(_ResponseModel):
     entries: list[EntryAnswer]
 
 
-class WorkerAnswer(_ResponseModel):
-    """A worker of the service."""
-
-    name: str
-    host: str = Field(description="What is drained, and lost, with it: the host in its name, or it alone.")
-    up: bool = Field(description="Whether its process runs. Workers start when the first job needs them.")
-    draining: bool = Field(description="Whether jobs are to leave it.")
-    machine: str = Field(description="The name of the machine that it runs on; empty if it is not up.")
-    pid: int = Field(description="0 if it is not up.")
-    heartbeat_seconds: FiniteNumber = Field(description="Since something came from it; null if it is not up.")
-    round_trip_seconds: FiniteNumber = Field(description="Of the shortest of the last pings; null before the first.")
-    devices: list[str]
-    jobs: list[str] = Field(description="Ids of the running jobs that have stages there.")
-
-
 class WorkersAnswer(_ResponseModel):
     """Workers of the service; none if its devices are threads."""
 
-    workers: list[WorkerAnswer]
-
-
-class ArtifactAnswer(_ResponseModel):
-    """Something of a job that can be downloaded."""
-
-    name: str
-    media_type: str
-    size: int | None = Field(description="In bytes; null for what is made when it is asked for.")
-    sha256: str | None = Field(description="In hexadecimal; null for what is made when it is asked for.")
-    step: int | None = Field(description="Of a model: the step of its snapshot.")
+    workers: list[WorkerStatus]
 
 
 class ArtifactsAnswer(_ResponseModel):
     """What can be downloaded, the models of all snapshots first, newest first."""
 
-    artifacts: list[ArtifactAnswer]
+    artifacts: list[Artifact]
 
 
 class ReadyAnswer(_ResponseModel):

@@ -52,7 +52,7 @@ from asyncpipe.service.settings.token_file import read_token
 from asyncpipe.train.job_file import RayTable
 from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
 
-__all__ = ["EntrySettings", "ServiceSettings", "SettingsError"]
+__all__ = ["EntrySettings", "FolderSettings", "ServiceSettings", "SettingsError"]
 
 PREFIX = "ASYNCPIPE_"
 SECRET = ("token", "mlflow")
@@ -64,16 +64,13 @@ class SettingsError(AsyncpipeError, ValueError):
     """The service cannot be set up like this: one line for each wrong key says where it stands and what is right."""
 
 
-class ServiceSettings(BaseSettings):
-    """The settings of a service, checked and frozen; raises ``SettingsError`` with a line for each wrong key.
-
-    The token appears neither in ``repr`` nor in errors.
-    """
+class FolderSettings(BaseSettings):
+    """Where a service is kept, and what of it, for commands that need no other setting. Raises ``SettingsError``."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_ignore_empty=True,
-        extra="forbid",
+        extra="ignore",
         frozen=True,
         hide_input_in_errors=True,
         use_attribute_docstrings=True,  # They are the texts of --help, and of errors.
@@ -83,6 +80,36 @@ class ServiceSettings(BaseSettings):
     """the file of settings that is read; must be the path of a TOML file"""
     folder: Path = Path("runs/service")
     """what must outlive the process, of mode 0700; must be the path of a folder"""
+    retention: RetentionSettings = RetentionSettings()
+
+    def __init__(self, **arguments: Any) -> None:
+        try:
+            super().__init__(**arguments)
+        except ValidationError as error:
+            problems = wrong_keys(error, type(self), SECRET)
+            raise SettingsError("\n".join(_line(problem, arguments) for problem in problems)) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources, the highest first."""
+        return init_settings, _EnvironmentSource(settings_cls), _FileSource(settings_cls, {})
+
+
+class ServiceSettings(FolderSettings):
+    """The settings of a service, checked and frozen; raises ``SettingsError`` with a line for each wrong key.
+
+    The token appears neither in ``repr`` nor in errors.
+    """
+
+    model_config = SettingsConfigDict(extra="forbid")
+
     devices: types.DeviceNames
     entries: types.EntryTable
     entry_path: types.CodeFolder | None = None
@@ -111,7 +138,6 @@ class ServiceSettings(BaseSettings):
     ray: RayTable = RayTable()
     lost_state: Literal["refuse", "quarantine"] = "refuse"
     """what is done if the store or the folders of jobs are gone; must be refuse or quarantine"""
-    retention: RetentionSettings = RetentionSettings()
     grace_seconds: types.Seconds = 30.0
     """how long jobs have to end with a snapshot after a signal; must be a number of seconds above 0"""
     watchdog_factor: float = Field(default=20.0, ge=1, allow_inf_nan=False)
@@ -155,24 +181,8 @@ class ServiceSettings(BaseSettings):
     mlflow_experiment: str = Field(default="asyncpipe", min_length=1)
     """the experiment of the jobs' runs there; must be a text that is not empty"""
 
-    def __init__(self, **arguments: Any) -> None:
-        try:
-            super().__init__(**arguments)
-        except ValidationError as error:
-            problems = wrong_keys(error, ServiceSettings, SECRET)
-            raise SettingsError("\n".join(_line(problem, arguments) for problem in problems)) from None
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources, the highest first."""
-        return init_settings, _EnvironmentSource(settings_cls), _FileSource(settings_cls, {})
+    def __init__(self, **arguments: Any) -> None:  # Values as a file has them, whatever the types of the fields.
+        super().__init__(**arguments)
 
     @field_validator("token_file")
     @classmethod

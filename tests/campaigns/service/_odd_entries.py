@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.train.workload import Workload
 
-__all__ = ["greedy", "greedy_at_once", "holds_the_gil", "never_returns", "stuck_loader"]
+__all__ = ["greedy", "holds_the_gil", "never_returns", "stuck_loader"]
 
 SHAPE = {"width": 16, "blocks": 4, "heads": 2, "context": 16, "dropout": 0.1, "sample_length": 2, "max_bytes": 50_000}
 PIECE = 64 << 20
@@ -25,15 +25,9 @@ PIECE = 64 << 20
 
 def greedy() -> Workload:
     """Keeps 64 MiB more for each batch, for ever."""
+    held: list[Tensor] = []
     made: Workload = build(**SHAPE)
-    return replace(made, batches=_before_each(made, _eater()), states={})
-
-
-def greedy_at_once() -> Workload:
-    """Takes all memory in its entry, so also when its memory is measured."""
-    eat = _eater()
-    while True:
-        eat()
+    return replace(made, batches=_before_each(made, lambda: held.append(torch.ones(PIECE // 4))), states={})
 
 
 def stuck_loader() -> Workload:
@@ -59,15 +53,6 @@ class _Pauses(nn.Module):
         _say()
         ctypes.CDLL(None).pause()
         return x
-
-
-def _eater() -> Callable[[], None]:
-    held: list[Tensor] = []
-
-    def eat() -> None:
-        held.append(torch.ones(PIECE // 4))
-
-    return eat
 
 
 def _say() -> None:

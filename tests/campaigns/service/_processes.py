@@ -26,7 +26,7 @@ def make_odd_folder(folder: Path) -> Path:
     shutil.copy(Path(__file__).with_name("_odd_entries.py"), folder / "code" / "odd.py")
     (folder / "stuck").mkdir()
     settings = folder / "service.toml"
-    names = ("greedy", "greedy_at_once", "stuck_loader", "holds_the_gil", "never_returns")
+    names = ("greedy", "stuck_loader", "holds_the_gil", "never_returns")
     odd = "".join(f'[entries."odd:{name}"]\n' for name in names)
     text = settings.read_text(encoding="utf-8").replace("max_attempts = 1000000\n", "")
     settings.write_text(text + odd, encoding="utf-8")

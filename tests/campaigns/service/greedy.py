@@ -32,7 +32,7 @@ class _Container:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        self.deaths = self.kills = 0
+        self.deaths = 0
         self.most = 0
         self.served: Served | None = None
         self._options = options
@@ -66,7 +66,6 @@ class _Container:
             held = {pid: held_by(pid) for pid in tree(served.process.pid)}
             self.most = max(self.most, sum(held.values()))
             if sum(held.values()) > LIMIT:
-                self.kills += 1
                 with suppress(ProcessLookupError):
                     os.kill(max(held, key=lambda pid: held[pid]), signal.SIGKILL)
 
@@ -92,7 +91,7 @@ class _Container:
 
 
 def run(folder: Path) -> list[Row]:
-    """A row for threads, for processes, for a measurement, and for a limit of the process itself."""
+    """A row for threads, for processes, and for a limit of the process itself."""
     steps = 150
     with serving(make_odd_folder(folder / "reference")) as served:
         client = served.client()
@@ -102,7 +101,6 @@ def run(folder: Path) -> list[Row]:
     return [
         _beside("a greedy job on threads", folder / "threads", reference, steps, "--isolation", "thread"),
         _beside("a greedy job in a process", folder / "processes", reference, steps, "--isolation", "process"),
-        _measured(folder / "measured"),
         _limited(folder / "limited"),
     ]
 
@@ -121,15 +119,6 @@ def _beside(what: str, folder: Path, reference: tuple[Path, str], steps: int, *o
         f"{container.deaths} times; at most {container.most / 1e9:.2f} GB"
     )
     return Row(f"{what}, 2.5 GB for all", figure, bad["state"] == "quarantined" and bad["attempts"] == 3 and bits)
-
-
-def _measured(folder: Path) -> Row:
-    with _Container(make_odd_folder(folder), "--isolation", "process", "--memory-limit", "cpu:0=8GiB") as container:
-        greedy = container.ask(lambda client: client.submit(job("odd:greedy_at_once", 10), "greedy"))["id"]
-        bad = container.end_of(greedy)
-    figure = f"{container.kills} attempts, then {bad['state']}; the service died {container.deaths} times"
-    held = (bad["state"], container.kills, container.deaths) == ("quarantined", 3, 0)
-    return Row("a job whose entry takes all memory, while its memory is measured", figure, held)
 
 
 def _limited(folder: Path) -> Row:
