@@ -37,7 +37,7 @@ examples:
 """
 
 STEPS = 5
-HEAD = ("layer", "F", "R", "B", "I", "W", "saved", "sent", "weights")
+HEAD = ("layer", "F", "R", "B", "I", "W", "kept", "sent", "weights")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -100,9 +100,10 @@ def _table(profile: Profile, microbatches: int) -> str:
     """A row for each layer, and one for the overhead of each task."""
     found = profile.measurement(microbatches)
     rows = []
-    for layer, costs in zip(profile.layers, found.layers, strict=True):
+    kept = profile.memory([1] * len(profile.layers), microbatches).saved
+    for layer, costs, held in zip(profile.layers, found.layers, kept, strict=True):
         seconds = (costs.forward, costs.recompute, costs.backward, costs.input_gradient, costs.weight_gradient)
-        sizes = (costs.saved + costs.saved_input, costs.output, layer.parameters)
+        sizes = (held, costs.output, layer.parameters)
         rows.append(
             [layer.name, *(f"{1e3 * each:.3f}" for each in seconds), *(f"{each / 1024:,.1f}" for each in sizes)]
         )

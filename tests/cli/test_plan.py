@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from profiles import chain
 from resume_helpers import make_job as make_run
 from torch import Tensor, nn
 
@@ -54,6 +55,7 @@ MODULE = """\
 import torch
 from torch import nn
 from asyncpipe.train.workload import Workload
+from profiles import chain
 
 def build():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -121,12 +123,11 @@ def test_a_profile_has_every_layer_for_every_number(profile):
     assert found.devices == ("cpu:0", "cpu:1")
     # Micro-batches of two samples: the first layer keeps its input, Tanh its output, the loss what it is given.
     sizes = found.measurement(4).layers
-    assert [layer.input for layer in sizes] == [48, 64, 64, 64, 64]
     assert [layer.output for layer in sizes] == [64, 64, 64, 64, 0]
-    assert [layer.saved_input for layer in sizes] == [48, 0, 64, 0, 64]
     assert [layer.saved for layer in sizes] == [0, 64, 0, 64, 24]
-    assert [layer.saved_output for layer in sizes] == [0, 64, 0, 64, 0]
-    assert [layer.input for layer in found.measurement(2).layers] == [96, 128, 128, 128, 128]
+    for number, size in ((4, 64), (2, 128)):
+        wanted = chain(size * 3 // 4, *[size] * 4, 0, saved_by={0: (0,), 2: (1, 2), 4: (3, 4)})
+        assert found.measurement(number).sent == wanted
     costs = found.costs([2, 3], 4)
     assert all(second > 0 for row in costs.seconds.values() for second in row[1:])
 
@@ -431,7 +432,7 @@ def test_measuring_leaves_the_model_and_the_generators_alone():
     with torch.no_grad():
         profile = measure(model, ["cpu:0", "cpu:1"], sample, [2], steps=1)
     # Training was measured nevertheless.
-    assert profile.measurement(2).layers[0].saved_input > 0
+    assert profile.measurement(2).sent[0].saved_by == (0,)
     assert torch.equal(torch.get_rng_state(), generator)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert not model.training
@@ -457,7 +458,7 @@ def test_skips_are_links_and_bytes_of_the_layers_at_their_ends():
     profile = measure(model, ["cpu:0", "cpu:1"], sample_of(), [2], steps=1)
     assert profile.links == ((0, 1), (1, 2), (1, 3), (2, 3), (3, 4))
     assert profile.wiring([2, 1, 2]).links == ((0, 1), (0, 2), (1, 2))
-    assert profile.measurement(2).layers[3].input == 2 * 4 * 6 * 8
+    assert sum(each.size for each in profile.measurement(2).sent if 3 in each.users) == 2 * 4 * 6 * 8
 
 
 def test_one_layer_on_one_device_can_be_measured():

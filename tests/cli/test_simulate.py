@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profiles import chain
 
 from asyncpipe.cli import main
 from asyncpipe.cli.prediction_files import write_profile
@@ -268,10 +269,7 @@ def layer(seconds: float, sent: int, recompute: float | None = None) -> LayerCos
         backward=seconds * 3,
         input_gradient=seconds,
         weight_gradient=seconds,
-        input=1024,
         saved=0,
-        saved_input=0,
-        saved_output=0,
         output=sent,
     )
 
@@ -279,7 +277,14 @@ def layer(seconds: float, sent: int, recompute: float | None = None) -> LayerCos
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """Three layers, of 1, 1 and 2 seconds; 2 kB between them; a copy takes 0.5 s and 1 s per 1024 bytes."""
-    measured = Measurement((layer(1, 2048), layer(1, 2048), layer(2, 0)), {}, step=0.25, latency=0.5, bandwidth=1024)
+    measured = Measurement(
+        (layer(1, 2048), layer(1, 2048), layer(2, 0)),
+        {},
+        step=0.25,
+        latency=0.5,
+        bandwidth=1024,
+        sent=chain(1024, 2048, 2048, 0),
+    )
     layers = tuple(ProfiledLayer(name, 4096, 4096) for name in "abc")
     path = tmp_path / "model.json"
     write_profile(Profile(layers, ((0, 1), (1, 2)), {4: measured}, ("cpu:0",)), path)

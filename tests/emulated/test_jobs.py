@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from invariants import check_scheduler
 from resume_helpers import Sink, batches, make_job
 from run_helpers import with_nan
 from torch import nn
@@ -22,7 +23,6 @@ from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 from tests.emulated import device as emu
 from tests.emulated.helpers import X, layers, squares
-from tests.support.invariants import check_scheduler
 
 ONE = ["emu:0"]
 

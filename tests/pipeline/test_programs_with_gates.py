@@ -9,11 +9,11 @@ import pytest
 import torch
 from dropin_helpers import parts
 from fault_helpers import Boom
+from invariants import check_scheduler
 from thread_helpers import Threads
 from torch import nn
 
 from asyncpipe import DevicePool, Pipeline, Share, TaskError
-from tests.support.invariants import check_scheduler
 
 mse = nn.functional.mse_loss
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from invariants import check_scheduler
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.part import part
@@ -18,7 +19,6 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Gates
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
-from tests.support.invariants import check_scheduler
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 SKIPS = Wiring(((0, 1), (0, 2), (1, 2)), (), (0, 1, 2))

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 from driver_helpers import DEVICES, StepStub, bind_nothing, executor_alone, open_driver
+from invariants import check_scheduler
 
 from asyncpipe.core.engine.events import StepCancelled, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -25,7 +26,6 @@ from asyncpipe.runtime.program_run import ProgramRun
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
-from tests.support.invariants import check_scheduler
 
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 3, 2), devices=DEVICES, checkpoint=CheckpointMode.NEVER)
 LAST = len(GRAPH.tasks) - 1

@@ -14,6 +14,7 @@ import pytest
 from driver_helpers import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_scheduler
 
 from asyncpipe.core.engine.events import (
     Abort,
@@ -32,7 +33,6 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.runtime.program_run import ProgramRun
 from asyncpipe.runtime.step_abort import StepAbort
-from tests.support.invariants import check_scheduler
 
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 2, 2), devices=DEVICES, checkpoint=CheckpointMode.NEVER)
 

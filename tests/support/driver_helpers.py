@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager, contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+from invariants import check_scheduler
+
 from asyncpipe.core.graph.task import Task
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.thread_executor import ThreadExecutor
-from tests.support.invariants import check_scheduler
 
 __all__ = ["DEVICES", "StepStub", "bind_nothing", "executor_alone", "open_driver"]
 

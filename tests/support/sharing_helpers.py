@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
+from invariants import check_scheduler, flows_on
+
 from asyncpipe.core.engine.events import Command, Dispatch, Event, StepSubmitted, TaskCompleted
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.lower import lower
@@ -17,7 +19,6 @@ from asyncpipe.core.predict.simulate import SimulatedRun
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from tests.support.invariants import check_scheduler, flows_on
 
 
 def graph_of(schedule: str | Schedule, stages: int, microbatches: int, phase: Phase = Phase.STEP) -> TaskGraph:

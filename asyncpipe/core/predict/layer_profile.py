@@ -4,8 +4,8 @@ Each layer was measured as a stage of its own. A stage of several layers takes t
 of one task. It keeps what its layers save for the backward; a tensor between two layers counts once::
 
     layer           seconds, without the overhead of a task      bytes
-    0 Linear        F B I W R                                    input │ saved │ output, and what of them is saved
-    1 ReLU          F B I W R                                    input │ saved │ output
+    0 Linear        F B I W R                                    saved │ output
+    1 ReLU          F B I W R                                    saved │ output
     ─ stage ─       overhead(kind) + sum                         input + Σ saved, shared tensors once + output
 
 Tensors that travel are known one by one (``SentTensor``), and so are parameters that several layers share
@@ -85,14 +85,8 @@ class LayerCosts:
     backward: Seconds
     input_gradient: Seconds
     weight_gradient: Seconds
-    input: Bytes
-    """Bytes of its input."""
     saved: Bytes
     """Bytes that its forward saves for its backward, without its input; with its output, if that is saved."""
-    saved_input: Bytes
-    """Bytes of its input that are saved."""
-    saved_output: Bytes
-    """Bytes of ``saved`` that belong to the output."""
     output: Bytes
     """Bytes of its output."""
 
@@ -141,16 +135,11 @@ class Measurement:
     bandwidth: float
     """Bytes per second between two devices; infinite where tensors are passed without a copy."""
     sent: tuple[SentTensor, ...] = ()
-    """What travels; nothing if each layer sends its output to the next one, and no more."""
+    """What travels between layers, and from and to the caller."""
     adding: float = inf
     """Bytes per second at which gradients of tied parameters are added up; infinite if there are none."""
     host_bandwidth: float = inf
     """Bytes per second between a device and the host's memory; infinite where that is the device's own."""
-
-    @property
-    def travelling(self) -> tuple[SentTensor, ...]:
-        """``sent``; for a chain, its inputs and outputs."""
-        return self.sent or tuple(_chain(self.layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +200,7 @@ class Profile:
         """
         measured = self.measurement(microbatches)
         borders = self._borders(balance)
-        messages = message_sizes(measured.travelling, self._stage_of(balance))
+        messages = message_sizes(measured.sent, self._stage_of(balance))
         tied: dict[tuple[int, int], int] = {}
         summed = [0] * len(borders)
         for owner, user, tensor in self._replicas(balance, placement):
@@ -343,24 +332,6 @@ def replicas(
                 yield owner, user, tensor
 
 
-def _chain(layers: Sequence[LayerCosts]) -> Iterator[SentTensor]:
-    """The inputs and outputs of layers that send to the next one alone, in parts that are saved by the same layers."""
-    memory = 0
-    ends = (None, *layers, None)
-    for number, (before, after) in enumerate(pairwise(ends)):
-        source = number - 1 if before else CALLER
-        user = number if after else CALLER
-        size = before.output if before else layers[0].input
-        first = min(size, before.saved_output) if before else 0
-        second = min(size, after.saved_input) if after else 0
-        both = min(first, second)
-        parts = {(source, user): both, (source,): first - both, (user,): second - both, (): size - max(first, second)}
-        for saved_by, part in parts.items():
-            if part:
-                yield SentTensor(source, (user,), part, saved_by, memory)
-                memory += 1
-
-
 def _kept(measured: Measurement, start: int, end: int) -> tuple[int, int]:
     """The bytes that a stage of the layers from ``start`` to ``end`` keeps of a micro-batch, and those of its input.
 
@@ -370,7 +341,7 @@ def _kept(measured: Measurement, start: int, end: int) -> tuple[int, int]:
     inputs: dict[int, int] = {}
     others: dict[int, int] = {}
     counted: set[int] = set()
-    for tensor in measured.travelling:
+    for tensor in measured.sent:
         made_here = start <= tensor.source < end
         used_here = [start <= user < end for user in tensor.users]
         if not made_here:

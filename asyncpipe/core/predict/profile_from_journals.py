@@ -74,7 +74,7 @@ def combine(
     sizes: Sequence[Mapping[str, int]],
     *,
     instant: bool,
-    sent: Sequence[SentTensor] = (),
+    sent: Sequence[SentTensor],
     added: int = 0,
 ) -> Measurement:
     """The costs that follow from fine and coarse steps.
@@ -100,8 +100,7 @@ def combine(
     rows = zip(forward, light, again, backward, inputs, weights, sizes, strict=True)
     gap, handoff = _waits(coarse[StepVariant.KEPT])
     stretch = _stretch(coarse, gap, max(0.0, handoff - gap))
-    chain = {(number, number + 1): each["output"] for number, each in enumerate(sizes)}
-    messages = message_sizes(sent, range(len(sizes))) if sent else chain
+    messages = message_sizes(sent, range(len(sizes)))
     copying, bandwidth = (0.0, inf) if instant else _transfers(fine[StepVariant.KEPT], messages)
     kinds = zip((_F, _R, _B, _I, _W), (o_forward, o_again, o_backward, o_half, o_half), strict=True)
     return Measurement(

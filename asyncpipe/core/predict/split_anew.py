@@ -59,10 +59,7 @@ def profile_of_stages(steps: Sequence[MeasuredStep], balance: Sequence[int], wei
                 backward=backward * weight / total,
                 input_gradient=first * weight / total,
                 weight_gradient=second * weight / total,
-                input=0,
                 saved=0,
-                saved_input=0,
-                saved_output=0,
                 output=0,
             )
             for weight in mine

@@ -3,12 +3,10 @@
 Autograd's saved-tensor hooks see what is saved. They are thread-local, so they are set around each call of a stage, on
 the thread that runs it. Each storage counts once; those of parameters and buffers do not count::
 
-    received ──▶ [ stage: what autograd saves ] ──▶ sent        input, saved, output
-                      │            │
-                 of the input   of the output                   saved_input, saved_output
+    received ──▶ [ stage: what autograd saves ] ──▶ sent        saved (without what was received), output
 
 ``travelling`` says which tensors go from layer to layer: those that one sends are, one by one, those that the other
-receives, even where they were copied to another device in between.
+receives, even where they were copied to another device in between; and which of them a layer saves.
 """
 
 from __future__ import annotations
@@ -44,10 +42,7 @@ class LayerBytes:
 
     inner: bool
     """Whether its input gets a gradient."""
-    input: int
     saved: int
-    saved_input: int
-    saved_output: int
     output: int
     received: Mapping[int, Sequence[TensorBytes]]
     """By source, in the order in which it sends them."""
@@ -116,16 +111,12 @@ class _StageRecording:
             return
         self._hooks.__exit__(None, None, None)
         self._hooks = None
-        received, made = _sizes(args), _sizes(sent)
-        own = self._saved.keys() - received.keys()
+        # A micro-batch is a view of the caller's batch.
+        own = self._saved.keys() - _sizes(args).keys()
         self.bytes = LayerBytes(
             inner=any(tensor.requires_grad for tensor in tensors_of(args)),
-            input=sum(received.values()),
-            saved=sum(size for address, size in self._saved.items() if address not in received),
-            # A micro-batch is a view of the caller's batch, of which only this part counts.
-            saved_input=sum(size for address, size in received.items() if address in self._saved),
-            saved_output=sum(size for address, size in self._saved.items() if address in made.keys() - received.keys()),
-            output=sum(made.values()),
+            saved=sum(self._saved[address] for address in own),
+            output=sum(_sizes(sent).values()),
             received={source: _each(value, self._saved.keys()) for source, value in args[0].items()},
             sent={user: _each(value, own) for user, value in (sent or {}).items()},
         )

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from fault_helpers import Boom, Gradients
+from invariants import check_scheduler
 from thread_helpers import join_all, threads_of_asyncpipe
 from torch import Tensor, nn
 
@@ -28,7 +29,6 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.errors import AsyncpipeError, HungTaskError, TaskError
 from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.runtime.watchdog import Watchdog
-from tests.support.invariants import check_scheduler
 
 __all__ = ["TROUBLES", "Case", "draw", "run_campaign", "run_case"]
 

@@ -6,6 +6,7 @@ import random
 from collections import deque
 
 import pytest
+from invariants import check_scheduler
 
 from asyncpipe.core.engine.events import (
     Command,
@@ -29,7 +30,6 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
-from tests.support.invariants import check_scheduler
 
 
 class Devices:

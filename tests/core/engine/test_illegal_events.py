@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from invariants import check_scheduler
 
 from asyncpipe.core.engine.events import (
     Abort,
@@ -23,7 +24,6 @@ from asyncpipe.core.records.step_record import remove_record
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
-from tests.support.invariants import check_scheduler
 
 STEP = 5
 ERROR = RuntimeError("boom")

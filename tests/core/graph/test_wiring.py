@@ -6,6 +6,7 @@ import random
 from collections import deque
 
 import pytest
+from invariants import check_scheduler
 
 from asyncpipe.core.engine.events import (
     Dispatch,
@@ -24,7 +25,6 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition
-from tests.support.invariants import check_scheduler
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 

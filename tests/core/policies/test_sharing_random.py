@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_scheduler, flows_on
 from sharing_helpers import flows_of
 
 from asyncpipe.core.engine.events import (
@@ -35,7 +36,6 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
 from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from tests.support.invariants import check_scheduler, flows_on
 
 NAMES = ("", "a", "b", "c", "d")
 

@@ -8,6 +8,7 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import chain
 
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
 from asyncpipe.core.predict.placement import MOST_EXACT, best_host_order
@@ -48,11 +49,20 @@ def test_an_order_of_many_hosts_stays() -> None:
 
 
 def even_profile(layers: int) -> Profile:
-    costs = tuple(LayerCosts(1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 100, 100, 0, 0, 100) for _ in range(layers))
+    costs = tuple(LayerCosts(1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 100, 100) for _ in range(layers))
     return Profile(
         layers=tuple(ProfiledLayer(f"layer {k}", 0, 0) for k in range(layers)),
         links=tuple((k, k + 1) for k in range(layers - 1)),
-        measurements={8: Measurement(costs, dict.fromkeys("FRBIW", 0.0), step=0.0, latency=0.0, bandwidth=inf)},
+        measurements={
+            8: Measurement(
+                costs,
+                dict.fromkeys("FRBIW", 0.0),
+                step=0.0,
+                latency=0.0,
+                bandwidth=inf,
+                sent=chain(*[100] * (layers + 1)),
+            )
+        },
     )
 
 

@@ -9,6 +9,7 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import chain
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict import planner
@@ -28,14 +29,13 @@ SIZE = 1000
 def profile_of(times: list[float], *, measured: tuple[int, ...] = (4,), sizes: list[int] | None = None) -> Profile:
     """Layers whose forward takes ``times``, a backward twice that; each keeps its size, and sends ``SIZE`` on."""
     sizes = sizes or [SIZE] * len(times)
-    layers = tuple(
-        LayerCosts(t, t, t, 2 * t, t, t, SIZE, size, 0, 0, SIZE) for t, size in zip(times, sizes, strict=True)
-    )
+    layers = tuple(LayerCosts(t, t, t, 2 * t, t, t, size, SIZE) for t, size in zip(times, sizes, strict=True))
+    sent = chain(*[SIZE] * (len(times) + 1))
     return Profile(
         layers=tuple(ProfiledLayer(f"layer {k}", 0, 0) for k in range(len(times))),
         links=tuple((k, k + 1) for k in range(len(times) - 1)),
         measurements={
-            m: Measurement(layers, dict.fromkeys("FRBIW", 0.125), step=0.5, latency=0.0, bandwidth=inf)
+            m: Measurement(layers, dict.fromkeys("FRBIW", 0.125), step=0.5, latency=0.0, bandwidth=inf, sent=sent)
             for m in measured
         },
     )

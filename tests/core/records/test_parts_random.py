@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_scheduler
 from random_graphs import random_graph, random_partition
 
 from asyncpipe.core.engine.events import (
@@ -43,7 +44,6 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import can_overlap
 from asyncpipe.core.records.step_record import StepRecord, remove_record
-from tests.support.invariants import check_scheduler
 
 Choice = Callable[[], object]
 
