@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asyncpipe.errors import OptionError
-from asyncpipe.pipeline.wire_messages import OpenDoor, OpenedDoor
+from asyncpipe.pipeline.wire_messages import OpenedDoor
+from asyncpipe.runtime.part_messages import Call
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.launcher import Address
 from asyncpipe.runtime.workers.place import is_loopback
@@ -34,11 +35,11 @@ class EdgePaths:
         self.is_far = not all(map(self._is_local, pairs))
         """Whether some are between machines."""
 
-    def open_door(self, pipeline: int, worker: str, interface: str | None) -> OpenDoor:
-        """For whom ``worker`` must open its door."""
+    def open_door(self, pipeline: int, worker: str, interface: str | None) -> Call:
+        """For whom ``worker`` must open its door. The answer is an ``OpenedDoor``."""
         me = self._numbers[worker]
         coming = {self._is_local(pair) for pair in self.pairs if pair[1] == me}
-        return OpenDoor(pipeline, me, True in coming, False in coming, interface)
+        return Call(pipeline, "open_door", (me, True in coming, False in coming, interface))
 
     def addresses(self, worker: str, doors: Mapping[str, OpenedDoor]) -> dict[int, Address]:
         """Where ``worker`` reaches those that it sends to, whose doors are open.

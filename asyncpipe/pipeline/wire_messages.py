@@ -26,7 +26,6 @@ from asyncpipe.runtime.workers.launcher import Address
 __all__ = [
     "Flags",
     "LoadPipeline",
-    "OpenDoor",
     "OpenedDoor",
     "PartResult",
     "Pieces",
@@ -69,24 +68,6 @@ class LoadPipeline:
     share: Share
     pool: bytes = field(repr=False)
     """The options of the worker's pool, which its first pipeline makes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenDoor:
-    """Controller: let in other workers, for the edges of a pipeline that is about to be loaded.
-
-    The answer is an ``OpenedDoor``.
-    """
-
-    pipeline: int
-    me: int
-    """The worker's number."""
-    is_local: bool
-    """Whether workers of the same machine will come."""
-    is_remote: bool
-    """Whether workers of other machines will."""
-    interface: str | None
-    """Where these do, if not where the controller does."""
 
 
 class OpenedDoor(NamedTuple):

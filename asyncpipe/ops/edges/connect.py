@@ -84,7 +84,7 @@ def connect(
     Raises ``OptionError`` for wrong arguments, and ``EdgeError``, which names the workers that have not made their
     ends within ``timeout`` seconds, or that went away. Nothing is left then.
     """
-    making = _Making(me, time.monotonic() + timeout, timeout)
+    deadline = time.monotonic() + timeout
     out: dict[int, EdgeOut] = {}
     into: dict[int, EdgeIn] = {}
     with ExitStack() as made, ExitStack() as undo:
@@ -102,7 +102,7 @@ def connect(
         # In the agreed order on both sides: a transport may wait for the other end of this very edge.
         for pair, channel in channels.items():
             sender, receiver = pair
-            with making.making(pair, channel) as store:
+            with _making(me, pair, channel, deadline, timeout) as store:
                 if sender == me:
                     payload_out = by_pair[pair].sender(store)
                     undo.callback(payload_out.close)
@@ -147,27 +147,17 @@ def _transports(
     return by_pair
 
 
-class _Making:
-    """How the two ends of each edge are made."""
-
-    def __init__(self, me: int, deadline: float, timeout: float) -> None:
-        self._me = me
-        self._deadline = deadline
-        self._timeout = timeout
-
-    @contextmanager
-    def making(self, pair: Pair, channel: EdgeChannel) -> Iterator[PairStore]:
-        """What the two ends make an edge with. At the end of the block the other end has made it, too."""
-        peer = pair[1] if pair[0] == self._me else pair[0]
-        store = PairStore(channel, self._deadline)
-        try:
-            yield store
-            store.finish()
-        except TimeoutError:
-            raise EdgeError.not_there(self._me, [pair], self._timeout) from None
-        except (OSError, EOFError, ValueError, RuntimeError) as error:
-            if isinstance(error, EdgeError):
-                raise
-            if time.monotonic() >= self._deadline:
-                raise EdgeError.not_there(self._me, [pair], self._timeout) from error
-            raise EdgeError(f"worker {peer} went away while edges were connected: {error}", [peer]) from error
+@contextmanager
+def _making(me: int, pair: Pair, channel: EdgeChannel, deadline: float, timeout: float) -> Iterator[PairStore]:
+    """What the two ends make an edge with. At the end of the block the other end has made it, too."""
+    peer = pair[1] if pair[0] == me else pair[0]
+    store = PairStore(channel, deadline)
+    try:
+        yield store
+        store.finish()
+    except EdgeError:
+        raise
+    except (OSError, EOFError, ValueError, RuntimeError) as error:
+        if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+            raise EdgeError.not_there(me, [pair], timeout) from error
+        raise EdgeError(f"worker {peer} went away while edges were connected: {error}", [peer]) from error

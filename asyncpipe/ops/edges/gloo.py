@@ -1,14 +1,13 @@
 """The transport by gloo: a process group of two for each edge, the sender is rank 0. Tensors travel over the host.
 
 Each group has its own connection, over the loopback interface or between hosts. Nobody shows there who they are, so a
-network that strangers are in needs a tunnel (``docs/hosts.md``). Large tensors are sent one by one, from and into their
-own memory, all others of a message in one piece. A send ends only when the receiver has asked for it, so nothing waits
-for one whose header may not have been sent.
+network that strangers are in needs a tunnel (``docs/hosts.md``). Tensors are sent one by one, from and into their own
+memory. A send ends only when the receiver has asked for it, so nothing waits for one whose header may not have been
+sent.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.channel import EdgeChannel
 from asyncpipe.ops.edges.message import MessageLayout
 from asyncpipe.ops.edges.pair_store import PairStore
-from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, empty, flat, host_tensor
+from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, empty, flat, host_tensor
 from asyncpipe.ops.torch_internals import gloo_options
 
 __all__ = ["Gloo", "GlooIn", "GlooOut"]
@@ -32,8 +31,6 @@ SENDER, RECEIVER = 0, 1
 INLINE_BYTES = 1 << 20
 """The edge's own socket is faster than gloo up to here."""
 DIRECT_BYTES = 1 << 19
-OWN_BYTES = 1 << 18
-"""Tensors of at least so many bytes are sent on their own: a copy costs more than another message."""
 LOOK_SECONDS = 1.0
 """Between two looks whether the other host is still there."""
 FOREVER = timedelta(days=1000)
@@ -68,7 +65,7 @@ class Gloo:
             del options  # It has sockets, and a traceback would keep it.
 
 
-class _GlooEnd(StreamedPayload):
+class _GlooEnd:
     """One end of a group of two."""
 
     rank: int
@@ -116,7 +113,7 @@ class _GlooEnd(StreamedPayload):
         self._group = None
 
 
-class GlooOut(_GlooEnd):
+class GlooOut(_GlooEnd, PayloadOut):
     """The sender's end."""
 
     rank = SENDER
@@ -129,20 +126,10 @@ class GlooOut(_GlooEnd):
         """With the tensors, which gloo reads until it is done."""
 
     def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
-        own, small = _parts(layout)
-        if small:
-            packed = torch.empty(sum(layout.sizes[each] for each in small), dtype=torch.uint8)
-            at = packed.data_ptr()
-            for each in small:
-                source = _source(layout, tensors, each)
-                ctypes.memmove(at, source.data_ptr(), layout.sizes[each])
-                at += layout.sizes[each]
-            self._begin(packed)
-        for each in own:
-            self._begin(flat(_source(layout, tensors, each)))
-
-    def _begin(self, tensor: Tensor) -> None:
-        self._begun.append((self._group.send([tensor], RECEIVER, _DATA), tensor))
+        for each, tensor in zip(layout.tensors, tensors, strict=True):
+            if each is not None and tensor is not None and each.size:
+                source = flat(host_tensor(each, tensor))
+                self._begun.append((self._group.send([source], RECEIVER, _DATA), source))
 
     def begun(self) -> int:
         return len(self._begun)
@@ -160,41 +147,14 @@ class GlooOut(_GlooEnd):
         self._begun.clear()
 
 
-class GlooIn(_GlooEnd):
+class GlooIn(_GlooEnd, PayloadIn):
     """The receiver's end."""
 
     rank = RECEIVER
 
     def take(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
         tensors = [None if each is None else empty(each) for each in layout.tensors]
-        own, small = _parts(layout)
-        if small:
-            packed = torch.empty(sum(layout.sizes[each] for each in small), dtype=torch.uint8)
-            self._receive(packed)
-            at = packed.data_ptr()
-            for each in small:
-                target = tensors[each]
-                assert target is not None
-                ctypes.memmove(target.data_ptr(), at, layout.sizes[each])
-                at += layout.sizes[each]
-        for each in own:
-            target = tensors[each]
-            assert target is not None
-            self._receive(flat(target))
+        for tensor in tensors:
+            if tensor is not None and tensor.numel():
+                self._wait(self._group.recv([flat(tensor)], SENDER, _DATA))
         return tensors, None
-
-    def _receive(self, tensor: Tensor) -> None:
-        self._wait(self._group.recv([tensor], SENDER, _DATA))
-
-
-def _source(layout: MessageLayout, tensors: Sequence[Tensor | None], each: int) -> Tensor:
-    described, tensor = layout.tensors[each], tensors[each]
-    assert described is not None
-    assert tensor is not None
-    return host_tensor(described, tensor)
-
-
-def _parts(layout: MessageLayout) -> tuple[list[int], list[int]]:
-    """Which tensors are sent on their own, and which together before them. Both ends see the same."""
-    own = [each for each, size in enumerate(layout.sizes) if size >= OWN_BYTES]
-    return own, [each for each, size in enumerate(layout.sizes) if 0 < size < OWN_BYTES]

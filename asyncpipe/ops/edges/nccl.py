@@ -40,7 +40,7 @@ from asyncpipe.ops.device.streams import AcceleratorStream, record
 from asyncpipe.ops.edges.channel import EdgeChannel
 from asyncpipe.ops.edges.message import MessageLayout
 from asyncpipe.ops.edges.pair_store import PairStore
-from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, StreamedPayload, empty, flat, is_laid_out
+from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, empty, flat, is_laid_out
 from asyncpipe.ops.torch_internals import nccl_options
 
 __all__ = ["Nccl", "NcclIn", "NcclOut"]
@@ -148,7 +148,7 @@ class _Communicator:
         self._group = None
 
 
-class NcclOut(StreamedPayload):
+class NcclOut(PayloadOut):
     """The sender's end."""
 
     inline_bytes = direct_bytes = 0
@@ -193,7 +193,7 @@ class NcclOut(StreamedPayload):
         self._begun.clear()
 
 
-class NcclIn(StreamedPayload):
+class NcclIn(PayloadIn):
     """The receiver's end."""
 
     def __init__(self, communicator: _Communicator) -> None:

@@ -21,7 +21,6 @@ from asyncpipe.ops.edges.wire import STREAMED
 __all__ = [
     "PayloadIn",
     "PayloadOut",
-    "StreamedPayload",
     "Transport",
     "empty",
     "flat",
@@ -33,8 +32,11 @@ __all__ = [
 ]
 
 
-class PayloadOut(Protocol):
-    """The sending side of a transport, for one edge. All but ``settle`` and ``abort``: by one thread at a time."""
+class PayloadOut:
+    """The sending side of a transport, for one edge. All but ``settle`` and ``abort``: by one thread at a time.
+
+    Transports override what they need: either ``place`` and ``returned``, or ``follow``, ``begun`` and ``settle``.
+    """
 
     inline_bytes: int
     """Messages of at most so many bytes go on the socket."""
@@ -43,35 +45,32 @@ class PayloadOut(Protocol):
 
     def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
         """Put the tensors into a slot, before the header is sent; ``STREAMED`` where they follow it."""
-        ...
-
-    def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
-        """Begin to send the tensors behind the header. Does not wait for the receiver."""
-        ...
-
-    def begun(self) -> int:
-        """How much ``follow`` has begun that nobody has waited for."""
-        ...
-
-    def settle(self, begun: int) -> None:
-        """Wait until the first ``begun`` have been sent, whose headers were. ``follow`` may be called meanwhile."""
-        ...
+        return STREAMED
 
     def returned(self, slots: Iterable[int]) -> None:
         """The receiver no longer uses these slots."""
-        ...
+
+    def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
+        """Begin to send the tensors behind the header. Does not wait for the receiver."""
+
+    def begun(self) -> int:
+        """How much ``follow`` has begun that nobody has waited for."""
+        return 0
+
+    def settle(self, begun: int) -> None:
+        """Wait until the first ``begun`` have been sent, whose headers were. ``follow`` may be called meanwhile."""
 
     def abort(self) -> None:
         """End a blocked ``settle`` with an error; from any thread."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of what belongs to this side."""
 
 
-class PayloadIn(Protocol):
+class PayloadIn:
     """The receiving side of a transport, for one edge, for its thread; ``freed`` and ``abort`` for any."""
 
-    takes_at_once: bool
+    takes_at_once = False
     """Whether ``take`` never blocks."""
 
     def take(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
@@ -79,17 +78,17 @@ class PayloadIn(Protocol):
 
         May block while the sender is sending, and for nothing else.
         """
-        ...
+        raise NotImplementedError
 
     def freed(self) -> list[int]:
         """Slots that are free again; each once."""
-        ...
+        return []
 
     def abort(self) -> None:
         """End a blocked ``take`` with an error; from any thread."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of what belongs to this side."""
 
 
 class Transport(Protocol):
@@ -104,21 +103,6 @@ class Transport(Protocol):
     def close(self) -> None:
         """All edges are made: drop what is for making them."""
         ...
-
-
-class StreamedPayload:
-    """What transports have in common that use no slots."""
-
-    takes_at_once = False
-
-    def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
-        return STREAMED
-
-    def returned(self, slots: Iterable[int]) -> None:
-        pass
-
-    def freed(self) -> list[int]:
-        return []
 
 
 def empty(layout: TensorLayout, device: torch.device | None = None) -> Tensor:

@@ -50,7 +50,7 @@ class SharedMemory:
         pass
 
 
-class SharedMemoryOut:
+class SharedMemoryOut(PayloadOut):
     """The sender's side. A slot says where its place begins."""
 
     inline_bytes = INLINE_BYTES
@@ -72,26 +72,14 @@ class SharedMemoryOut:
         self._places[slot] = place
         return slot
 
-    def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
-        pass
-
-    def begun(self) -> int:
-        return 0
-
-    def settle(self, begun: int) -> None:
-        pass
-
     def returned(self, slots: Iterable[int]) -> None:
         self._pool.free([self._places.pop(slot) for slot in slots])
-
-    def abort(self) -> None:
-        pass
 
     def close(self) -> None:
         self._pool.close()
 
 
-class SharedMemoryIn:
+class SharedMemoryIn(PayloadIn):
     """The receiver's side. Tensors keep their memory alive, also after ``close``."""
 
     takes_at_once = True
@@ -120,9 +108,6 @@ class SharedMemoryIn:
 
     def freed(self) -> list[int]:
         return [place.start // ALIGNMENT + 1 for place in self._views.freed()]
-
-    def abort(self) -> None:
-        pass
 
     def close(self) -> None:
         self._views.close()

@@ -15,7 +15,7 @@ from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.resident.resident import Resident
 from asyncpipe.pipeline.resident.self_report import running_reports, stacks
-from asyncpipe.pipeline.wire_messages import LoadPipeline, OpenDoor, OpenedDoor
+from asyncpipe.pipeline.wire_messages import LoadPipeline, OpenedDoor
 from asyncpipe.runtime.part_messages import Call, PartEnded, StartPart, portable
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.held_folder import HeldFolder
@@ -61,10 +61,10 @@ class _Server:
         match message:
             case StartPart():
                 self._start(message)
-            case OpenDoor():
-                return self._open_door(message)
             case LoadPipeline():
                 return self._load(message)
+            case Call(pipeline=int(number), method="open_door"):
+                return self._open_door(number, *message.arguments)
             case Call(pipeline=int(number), method="give_up"):
                 self._give_up(number)
             case Call(pipeline=int(number), method="unload"):
@@ -108,15 +108,18 @@ class _Server:
             self._close_door(load.pipeline)
         self._residents[load.pipeline] = resident
 
-    def _open_door(self, message: OpenDoor) -> OpenedDoor:
-        folder = HeldFolder("asyncpipe-edges-") if message.is_local else None
+    def _open_door(self, pipeline: int, me: int, is_local: bool, is_remote: bool, interface: str | None) -> OpenedDoor:
+        """Let in other workers of the same machine, and those of others, at ``interface`` or where the controller does.
+
+        For the edges of a pipeline that is about to be loaded, in which this worker is number ``me``.
+        """
+        folder = HeldFolder("asyncpipe-edges-") if is_local else None
         address = None
-        if message.is_remote:
-            given = message.interface
-            address = self._control.place.address if given is None else address_of_interface(given)
+        if is_remote:
+            address = self._control.place.address if interface is None else address_of_interface(interface)
             if not is_loopback(address) and (name := interface_of(address)):
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL would choose one itself.
-        door = self._doors[message.pipeline] = Door(message.me, folder=folder, host=address)
+        door = self._doors[pipeline] = Door(me, folder=folder, host=address)
         return OpenedDoor(door.local, door.remote)
 
     def _close_door(self, pipeline: int) -> None:

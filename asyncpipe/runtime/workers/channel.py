@@ -16,7 +16,6 @@ sender copies nothing, and the receiver once.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import mmap
 import socket
 import struct
@@ -39,10 +38,6 @@ ROOM = 1 << 21
 """Bytes that the operating system is to take before they are read, on one host: a mini-batch as a rule."""
 READS_PER_TURN = FRAMES_PER_TURN = 32
 """How often a channel reads, or sends, before other work of its loop has its turn."""
-SMALLEST_MAPPED = 1 << 20
-"""Bytes. Larger parts are received in mapped memory, which nobody must fill with zeros first."""
-ALIGNMENT = 64
-"""Bytes. Large parts begin at multiples of it, or tensors in them would be copied to where they begin as theirs did."""
 
 _FRAME = struct.Struct("!BBI")
 _BEGIN = struct.Struct("!BQ")
@@ -259,13 +254,11 @@ class _Arriving:
 
 
 def _memory(size: int) -> memoryview:
-    if size >= SMALLEST_MAPPED:
-        return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    """Large parts are mapped: nobody must fill them with zeros first, and tensors in them need not be copied to where
+    vectors of the processor begin."""
     if size < SMALLEST_OUT_OF_BAND:
         return memoryview(bytearray(size))
-    room = bytearray(size + ALIGNMENT)
-    begin = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNMENT
-    return memoryview(room)[begin : begin + size]
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _frames(stream: int, role: Role, number: int, parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:

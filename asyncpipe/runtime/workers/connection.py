@@ -70,18 +70,18 @@ class WorkerConnection:
 
     def running(self) -> Sequence[ShownTask]:
         """The tasks that run in it, or ran when it ended; empty if it is on another host. From any thread."""
-        board = self.supervisor.board
-        return () if board is None else board.running()
+        watched = self.supervisor.watched
+        return () if watched is None or watched.board is None else watched.board.running()
 
     @property
     def batches(self) -> SharedPool | None:
         """Memory for its mini-batches; ``None`` if it is on another host."""
-        return self.supervisor.batches
+        return None if self.supervisor.watched is None else self.supervisor.watched.batches
 
     @property
     def has_own_accelerators(self) -> bool:
         """Whether it sees only the accelerators among its devices, numbered from 0 in their order."""
-        return self.supervisor.has_own_accelerators
+        return self.supervisor.watched is not None and self.supervisor.watched.has_own_accelerators
 
     @property
     def clock_offset(self) -> float:

@@ -9,8 +9,8 @@ a launcher need not reach what it has started, except to hand down that line on 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.hosts import DeviceName
@@ -76,17 +76,10 @@ class Invitation:
 
     def to_json(self) -> dict[str, Any]:
         """The invitation in the types of JSON. Holds the secret."""
-        return {
-            "name": self.name,
-            "entry": self.entry,
-            "address": self.address,
-            "secret": self.secret.hex(),
-            "token": self.token.hex(),
-            "devices": self.devices,
-        }
+        return asdict(self) | {"secret": self.secret.hex(), "token": self.token.hex()}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Invitation:
+    def from_json(cls, values: Mapping[str, Any]) -> Invitation:
         """The invitation that ``to_json`` was called on."""
         address = values["address"]
         return cls(
@@ -96,6 +89,7 @@ class Invitation:
             bytes.fromhex(values["secret"]),
             bytes.fromhex(values["token"]),
             tuple(values["devices"]),
+            tuple(values["path"]),
         )
 
 

@@ -73,26 +73,10 @@ def unpack(packed: Packed, main_class: Callable[[str], Any]) -> Any:
 
 class _MessageUnpickler(pickle.Unpickler):
     def __init__(self, pickled: memoryview, buffers: Sequence[memoryview], main_class: Callable[[str], Any]) -> None:
-        super().__init__(io.BufferedReader(_Bytes(pickled)), buffers=buffers)
+        super().__init__(io.BytesIO(pickled), buffers=buffers)
         self._main_class = main_class
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("__main__", "__mp_main__"):
             return self._main_class(name)
         return super().find_class(module, name)
-
-
-class _Bytes(io.RawIOBase):
-    """A file of bytes in memory. ``BytesIO`` would copy them first."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        size = min(len(buffer), len(self._data))
-        buffer[:size] = self._data[:size]
-        self._data = self._data[size:]
-        return size

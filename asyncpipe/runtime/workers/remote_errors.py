@@ -17,13 +17,9 @@ def pack_error(worker: str, error: BaseException) -> Packed:
     An exception travels as ``RemoteError`` if it cannot be pickled and back, or if no future can carry it.
     """
     text = "".join(traceback.format_exception(error))
-    try:
-        if isinstance(error, StopIteration):
-            raise TypeError("a future cannot carry it")
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-        return pack((error, text))
-    except Exception:  # noqa: BLE001 - a class's own methods run here
-        return pack((RemoteError(worker, text), text))
+    return pack(
+        (RemoteError(worker, text) if isinstance(error, StopIteration) else portable_error(worker, error), text)
+    )
 
 
 def portable_error(worker: str, error: BaseException) -> BaseException:

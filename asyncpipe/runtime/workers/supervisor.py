@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncpipe.errors import MessageError, OptionError, WorkerLostError, WorkerStartError
-from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.clock import ClockOffset
 from asyncpipe.runtime.workers.launcher import (
@@ -46,7 +45,6 @@ from asyncpipe.runtime.workers.packed import EMPTY, Packed, unpack
 from asyncpipe.runtime.workers.place import WorkerPlace, this_machine
 from asyncpipe.runtime.workers.remote_errors import with_remote_text
 from asyncpipe.runtime.workers.remote_logs import handle_remote_record
-from asyncpipe.shared_memory import SharedPool
 
 __all__ = ["Supervised", "Supervisor", "WorkerLimits"]
 
@@ -151,22 +149,8 @@ class Supervisor:
         return math.inf if self._channel is None else time.perf_counter() - self._channel.heard_at
 
     @property
-    def board(self) -> TaskBoard | None:
-        """What runs in the worker, or ran when it ended."""
-        return None if self._watched is None else self._watched.board
-
-    @property
-    def batches(self) -> SharedPool | None:
-        """Memory for the worker's mini-batches."""
-        return None if self._watched is None else self._watched.batches
-
-    @property
-    def has_own_accelerators(self) -> bool:
-        """Whether the worker sees only the accelerators among its devices, numbered from 0 in their order."""
-        return self._watched is not None and self._watched.has_own_accelerators
-
-    @property
-    def _watched(self) -> WatchedProcess | None:
+    def watched(self) -> WatchedProcess | None:
+        """The worker's process, if more is known of it."""
         return self._process if isinstance(self._process, WatchedProcess) else None
 
     # On the loop of the workers.
@@ -224,8 +208,8 @@ class Supervisor:
             seconds = max(0.0, min(self._limits.ping, self._stops_at - self._loop.time()))
             await _first_of(self._ended, self._closed, self._told, timeout=seconds)
             if self._told.done():
-                if self._shows_stacks and self._watched is not None:
-                    self._watched.show_stacks()
+                if self._shows_stacks and self.watched is not None:
+                    self.watched.show_stacks()
                     await _first_of(self._ended, timeout=STACK_SECONDS)
                 return f"was killed by its controller: {self._told.result()}"
             if self._ended.done() or self._closed.done():
@@ -273,7 +257,7 @@ class Supervisor:
         return status
 
     def _stderr(self) -> str:
-        return "" if self._watched is None else self._watched.stderr()
+        return "" if self.watched is None else self.watched.stderr()
 
     def _kill(self, why: str, stacks: bool = False) -> None:
         if not self._told.done():

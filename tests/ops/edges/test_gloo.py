@@ -8,11 +8,11 @@ from edge_helpers import joined, message, nothing_left
 from torch import distributed
 
 from asyncpipe.errors import EdgeError
-from asyncpipe.ops.edges.gloo import OWN_BYTES, GlooOut
+from asyncpipe.ops.edges.gloo import INLINE_BYTES, GlooOut
 
 
-@pytest.mark.parametrize("sizes", [(OWN_BYTES - 1,), (OWN_BYTES,), (3, OWN_BYTES, 40_000, 0, OWN_BYTES + 1, 5)])
-def test_large_tensors_on_their_own_and_others_together(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(INLINE_BYTES,), (INLINE_BYTES + 1,), (3, INLINE_BYTES, 40_000, 0, 5)])
+def test_large_messages_and_those_that_go_with_their_header(sizes: tuple[int, ...]) -> None:
     tensors = [torch.randint(0, 256, (size,)).to(torch.uint8) for size in sizes]
     with joined(transport="gloo") as pair:
         pair.out.send(message(1, *tensors, None))
@@ -25,7 +25,7 @@ def test_closing_while_a_payload_does_not_come(monkeypatch: pytest.MonkeyPatch) 
     """As if the sender were stopped between a header and its payload."""
     monkeypatch.setattr(GlooOut, "follow", lambda *_: None)
     with nothing_left(), joined(transport="gloo") as pair:
-        pair.out.send(message(1, torch.zeros(OWN_BYTES)))
+        pair.out.send(message(1, torch.zeros(INLINE_BYTES)))
         pair.edges[1].close()
         assert pair.inbox.empty
 

@@ -22,8 +22,8 @@ from worker_helpers import SECONDS, Recorded
 
 from asyncpipe.errors import MessageError, RemoteError, TaskError
 from asyncpipe.runtime.portal import Portal
-from asyncpipe.runtime.workers.channel import FRAME_BYTES, SMALLEST_MAPPED, Channel, Role
-from asyncpipe.runtime.workers.packed import Packed, pack
+from asyncpipe.runtime.workers.channel import FRAME_BYTES, Channel, Role
+from asyncpipe.runtime.workers.packed import SMALLEST_OUT_OF_BAND, Packed, pack
 
 ROOT = Path(__file__).parents[3]
 LARGE = 64 << 20
@@ -170,7 +170,7 @@ def test_an_urgent_message_overtakes_a_large_one(pair):
     assert sender.flush(SECONDS)
 
 
-SIZES = st.sampled_from([0, 1, 5, 1000, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, SMALLEST_MAPPED, 1_500_000])
+SIZES = st.sampled_from([0, 1, 5, 1000, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, SMALLEST_OUT_OF_BAND, 1_500_000])
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.lists(SIZES, max_size=4)), max_size=12))
