@@ -47,6 +47,6 @@ def service_log(level: str, form: str, folder: Path) -> dict[str, Any]:
         "loggers": {
             "asyncpipe.audit": {"level": "INFO", "handlers": ["changes"], "propagate": False},
             "asyncpipe.audit.refused": {"handlers": ["refusals"], "propagate": False},
-            "uvicorn.access": {"level": "WARNING"},
+            "uvicorn": {"level": "WARNING"},
         },
     }

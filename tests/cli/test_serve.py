@@ -330,15 +330,6 @@ def test_giving_up_waits_for_no_reader(how):
             process.kill()
 
 
-def test_its_threads_share_heaps(folder):
-    code = "from asyncpipe.service import malloc; malloc.limit_arenas = lambda devices: print(devices, 'devices heap')"
-    with serve(folder, code=code) as served:
-        served.line("2 devices heap")
-        served.line("^ready")
-        served.ask()
-        assert served.ends() == 0
-
-
 @pytest.mark.parametrize(
     ("options", "lines"),
     [
