@@ -39,7 +39,7 @@ def _parsers() -> argparse.ArgumentParser:
         found.append(parser)
         raise SystemExit
 
-    with patch.object(argparse.ArgumentParser, "parse_args", note), suppress(SystemExit):
+    with patch.object(argparse.ArgumentParser, "parse_known_args", note), suppress(SystemExit):
         main([])
     return found[0]
 
@@ -48,5 +48,5 @@ def _every(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> Iterator[
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
-                yield (*words, name), below.format_help()
+                yield (*words, name), help_text(*words, name)
                 yield from _every(below, (*words, name))

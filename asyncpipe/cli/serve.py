@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging.config
 import os
-import resource
 import signal
 import sys
 import threading
@@ -62,6 +61,7 @@ GRACE_OVER = 1
 """Exit status if jobs or devices did not end in time."""
 SLACK_SECONDS = 5.0
 """After the grace period, for the store and the devices' threads to close."""
+MOST_FILES = 65_536
 READER_SECONDS = 1.0
 """How long a last message waits for its reader."""
 
@@ -130,9 +130,14 @@ def parse_settings(arguments: Sequence[str]) -> tuple[ServiceSettings, argparse.
 
 
 def _raise_file_limit() -> None:
-    """Let this process open as many files as it may: each connection and each job needs some."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Let this process open ``MOST_FILES``, or as many as it may: each connection and each job needs some."""
+    with suppress(ImportError):  # Windows has no such limit.
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def give_up() -> None:

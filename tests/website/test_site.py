@@ -112,3 +112,4 @@ def test_commands_are_shown_with_their_texts():
     page = commands_page()
     assert "\n### asyncpipe schedule show\n" in page
     assert help_text("train") in page
+    assert "--max-running" in page  # Its options are made when it runs.
