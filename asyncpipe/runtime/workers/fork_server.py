@@ -5,11 +5,17 @@
     controller                        fork server                                worker
       ForkServer ── a line on stdin ──▶ imports the entry, then waits
            fork  ── descriptors ──────▶ fork ──────────────────────────────────▶ reads its invitation, as a fresh one
-                 ◀── its pidfd ────────
-                 ◀── its status ─────── reaps it ◀────────────────────────────── ends
+      ForkedProcess ◀── its pidfd ────
+                    ◀── its status ─── reaps it ◀────────────────────────────── ends
 
-What was imported is memory that they all share until one writes to it. The server runs nothing of the user's: no model,
-no kernel, no thread of Python's. A worker that is forked is as a fresh one but for what torch does when it is imported.
+Among the descriptors is a socket for each worker, by which the server says what becomes of it; its end says that the
+server is gone. What was imported is memory that they all share until one writes to it. The server runs nothing of the
+user's: no model, no kernel, no thread of Python's. A worker that is forked is as a fresh one but for what torch does
+when it is imported.
+
+``multiprocessing``'s own server would not do: it imports the controller's script into each child, so that a script
+without a main guard would run again; it is one for a process, with the environment of its first use; and what it has
+forked lives on when the controller is killed.
 """
 
 from __future__ import annotations
@@ -22,11 +28,10 @@ import signal
 import socket
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
 from asyncpipe.runtime.workers.child_process import Pipes, SpawnedProcess, spawn
 from asyncpipe.runtime.workers.lifeline import hold_on_to
@@ -34,7 +39,6 @@ from asyncpipe.runtime.workers.process_title import ROOM, set_title
 
 __all__ = ["ForkServer", "ForkServerError", "ForkedProcess", "serve_forks"]
 
-READY: Final = b"ready"
 FORKED: Final = b"forked"
 ENDED: Final = b"ended"
 FAILED: Final = b"failed"
@@ -73,17 +77,11 @@ class ForkServer:
             pipes.close_theirs()
         self._socket.setblocking(False)
         self._process = SpawnedProcess(process)
-        self._loop = loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = loop.create_future()
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # Nobody may ask.
-        self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
-        """Answers come in the order of the questions."""
-        self._forked: dict[int, ForkedProcess] = {}
-        """By number; those that have not ended."""
+        self._forked: set[ForkedProcess] = set()
+        """Those that have not ended."""
         self.is_open = True
         """Whether it can be asked."""
-        loop.add_reader(self._socket, self._read)
-        self._task = loop.create_task(self._serve(), name="asyncpipe fork server")
+        self._task = asyncio.get_running_loop().create_task(self._serve(), name="asyncpipe fork server")
 
     async def fork(self, title: str, folder: str, descriptors: Sequence[int]) -> ForkedProcess:
         """A process in ``folder`` that is listed as ``title``, with duplicates of the ``DESCRIPTORS`` descriptors.
@@ -91,15 +89,18 @@ class ForkServer:
         Raises ``ForkServerError``.
         """
         assert len(descriptors) == DESCRIPTORS
-        await asyncio.shield(self._ready)
-        answer: asyncio.Future[ForkedProcess] = self._loop.create_future()
-        self._asked.append(answer)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forked = ForkedProcess(ours)
+        self._forked.add(forked)
+        forked.status.add_done_callback(lambda _: self._forked.discard(forked))
+        with theirs, suppress(OSError):  # If the server is gone, the socket's end says so.
+            socket.send_fds(self._socket, [f"{title}\0{folder}".encode()], [*descriptors, theirs.fileno()])
         try:
-            socket.send_fds(self._socket, [f"{title}\0{folder}".encode()], descriptors)
-        except OSError as error:
-            self._asked.remove(answer)
-            raise ForkServerError(f"the fork server cannot be asked: {error}") from error
-        return await answer
+            await asyncio.shield(forked.begun)
+        except asyncio.CancelledError:
+            forked.give_up()
+            raise
+        return forked
 
     async def close(self) -> None:
         """End it, behind the last of its workers. May be called again."""
@@ -110,7 +111,7 @@ class ForkServer:
         try:
             await asyncio.shield(self._process.status)
         finally:
-            self._stop_asking()
+            self.is_open = False
             with suppress(OSError):  # It has ended.
                 self._socket.shutdown(socket.SHUT_WR)
             with suppress(TimeoutError):
@@ -118,85 +119,76 @@ class ForkServer:
                     await asyncio.shield(self._process.status)
             self._process.send_signal(signal.SIGKILL)
             await asyncio.shield(self._process.status)
-            self._read()
-            self._loop.remove_reader(self._socket)
             self._socket.close()
             self._pipes.close()
-            for forked in self._forked.values():
-                forked.is_alone()
-
-    def _stop_asking(self) -> None:
-        self.is_open = False
-        waiting: list[asyncio.Future[Any]] = [self._ready, *self._asked]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(ForkServerError("the fork server has ended"))
-        self._asked.clear()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                message, descriptors, _, _ = socket.recv_fds(self._socket, MOST_BYTES, 1)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                message, descriptors = b"", []
-            kind, _, rest = message.partition(b" ")
-            if kind == READY and not self._ready.done():
-                self._ready.set_result(None)
-            elif kind == FORKED:
-                self._answer(int(rest), descriptors[0])
-            elif kind == FAILED and self._asked:
-                answer = self._asked.popleft()
-                if not answer.done():
-                    answer.set_exception(ForkServerError(f"the fork server cannot fork: {rest.decode()}"))
-            elif kind == ENDED:
-                number, status = map(int, rest.split())
-                if (ended := self._forked.pop(number, None)) is not None:
-                    ended.end(status)
-            elif not kind:
-                self._stop_asking()
-                self._loop.remove_reader(self._socket)
-                return
-
-    def _answer(self, number: int, descriptor: int) -> None:
-        forked = self._forked[number] = ForkedProcess(number, descriptor, self._loop)
-        answer = self._asked.popleft() if self._asked else None
-        if answer is None or answer.done():  # Who asked was cancelled.
-            forked.send_signal(signal.SIGKILL)
-        else:
-            answer.set_result(forked)
+            for forked in tuple(self._forked):
+                forked.read()
 
 
 class ForkedProcess:
     """A child of the server. Signals reach it by a descriptor, so never another process that has its number."""
 
-    def __init__(self, pid: int, descriptor: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.pid = pid
+    def __init__(self, told: socket.socket) -> None:
+        """``told`` is where the server says what becomes of it."""
+        self.pid = 0
+        self._loop = loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = loop.create_future()
+        """Done when there is a process. Raises ``ForkServerError``."""
+        self.begun.add_done_callback(lambda begun: begun.cancelled() or begun.exception())  # Nobody may ask.
         self.status: asyncio.Future[int | None] = loop.create_future()
         """As ``Popen.returncode``, when it has ended; ``None`` where the server has ended before it."""
-        self._descriptor = descriptor
-        self._loop = loop
+        self._told = told
+        self._pidfd = -1
+        self._is_given_up = False
+        told.setblocking(False)
+        loop.add_reader(told, self.read)
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
         if not self.status.done():
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, number)
+                signal.pidfd_send_signal(self._pidfd, number)
 
-    def end(self, status: int | None) -> None:
-        """It has ended."""
-        os.close(self._descriptor)
+    def give_up(self) -> None:
+        """Nobody wants it any more, perhaps before it has begun."""
+        self._is_given_up = True
+        if self._pidfd >= 0:
+            self.send_signal(signal.SIGKILL)
+
+    def read(self) -> None:
+        """Take in what the server has said."""
+        while self._told.fileno() >= 0:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._told, MOST_BYTES, 1)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                message, descriptors = b"", []
+            kind, _, rest = message.partition(b" ")
+            if kind == FORKED:
+                self.pid, self._pidfd = int(rest), descriptors[0]
+                self.begun.set_result(None)
+                if self._is_given_up:
+                    self.give_up()
+                continue
+            self._loop.remove_reader(self._told)
+            self._told.close()
+            if kind == ENDED:
+                self._end(int(rest))
+            elif self._pidfd < 0:
+                why = f"cannot fork: {rest.decode()}" if kind == FAILED else "has ended"
+                self.begun.set_exception(ForkServerError(f"the fork server {why}"))
+                self.status.set_result(None)
+            else:  # The server is gone, so nobody will say how it ends.
+                self._loop.add_reader(self._pidfd, self._end_alone)
+
+    def _end_alone(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        self._end(None)
+
+    def _end(self, status: int | None) -> None:
+        os.close(self._pidfd)
         self.status.set_result(status)
-
-    def is_alone(self) -> None:
-        """The server is gone, so nobody will say how it ends."""
-
-        def end() -> None:
-            self._loop.remove_reader(self._descriptor)
-            self.end(None)
-
-        self._loop.add_reader(self._descriptor, end)
 
 
 # In the server
@@ -220,8 +212,7 @@ def serve_forks(connected: socket.socket, lifeline: int, entry: str) -> tuple[in
     # Or else the first collection in each worker would write to all that they share.
     gc.collect()
     gc.freeze()
-    with connected, _Reaper() as children:
-        connected.send(READY)
+    with connected, _Children() as children:
         poll = select.poll()
         poll.register(connected, select.POLLIN)
         poll.register(children.descriptor, select.POLLIN)
@@ -229,27 +220,26 @@ def serve_forks(connected: socket.socket, lifeline: int, entry: str) -> tuple[in
         while is_asked or children.alive:
             for descriptor, _ in poll.poll():
                 if descriptor == children.descriptor:
-                    for number, status in children.ended():
-                        connected.send(b"%s %d %d" % (ENDED, number, status))
+                    children.reap()
                 elif not (asked := _asked(connected)):
                     is_asked = False
                     poll.unregister(connected)
-                elif others := _fork(connected, children, *asked):
+                elif others := _fork(children, *asked):
                     os.close(lifeline)
                     return others
     os._exit(0)
 
 
-class _Reaper:
-    """Knows the children of this process, and which have ended."""
+class _Children:
+    """The children of this process, and whom to tell of each."""
 
     def __init__(self) -> None:
-        self.alive: set[int] = set()
-        """Those that were not reaped."""
+        self.alive: dict[int, socket.socket] = {}
+        """Those that were not reaped, with where to say how they end."""
         self.descriptor, self._writer = os.pipe()
         """Can be read from when one may have ended."""
 
-    def __enter__(self) -> _Reaper:
+    def __enter__(self) -> _Children:
         for descriptor in (self.descriptor, self._writer):
             os.set_blocking(descriptor, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -261,47 +251,51 @@ class _Reaper:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(self.descriptor)
         os.close(self._writer)
+        for told in self.alive.values():
+            told.close()
 
-    def ended(self) -> list[tuple[int, int]]:
-        """The numbers and statuses of those that have ended since. Other processes may have their numbers now."""
+    def reap(self) -> None:
+        """Say of those that have ended since how they did. Other processes may have their numbers then."""
         with suppress(BlockingIOError):
             while os.read(self.descriptor, 1 << 10):
                 pass
-        found = []
-        for number in list(self.alive):
+        for number in tuple(self.alive):
             ended, status = os.waitpid(number, os.WNOHANG)
             if ended:
-                self.alive.remove(number)
-                found.append((number, os.waitstatus_to_exitcode(status)))
-        return found
+                with self.alive.pop(number) as told, suppress(OSError):  # Nobody may want to know.
+                    told.send(b"%s %d" % (ENDED, os.waitstatus_to_exitcode(status)))
 
 
 def _asked(connected: socket.socket) -> tuple[bytes, list[int]] | None:
     """A question with its descriptors; ``None`` where nobody asks any more."""
     try:
-        message, descriptors, _, _ = socket.recv_fds(connected, MOST_BYTES, DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(connected, MOST_BYTES, DESCRIPTORS + 1)
     except ConnectionError:
         return None
     return (message, list(descriptors)) if message else None
 
 
-def _fork(
-    connected: socket.socket, children: _Reaper, message: bytes, descriptors: Sequence[int]
-) -> tuple[int, int] | None:
+def _fork(children: _Children, message: bytes, descriptors: Sequence[int]) -> tuple[int, int] | None:
     """Fork a worker. In the worker, its two descriptors behind the standard ones."""
+    *own, last = descriptors
+    told = socket.socket(fileno=last)
     try:
         if not (number := os.fork()):
-            _become(message, descriptors)
-            return descriptors[3], descriptors[4]
-        children.alive.add(number)
+            told.close()
+            _become(message, own)
+            return own[3], own[4]
+        children.alive[number] = told
         pidfd = os.pidfd_open(number)
         try:
-            socket.send_fds(connected, [b"%s %d" % (FORKED, number)], [pidfd])
+            socket.send_fds(told, [b"%s %d" % (FORKED, number)], [pidfd])
         finally:
             os.close(pidfd)
     except OSError as error:
-        connected.send(b"%s %s" % (FAILED, str(error).encode()))
-    for descriptor in descriptors:
+        with suppress(OSError):
+            told.send(b"%s %s" % (FAILED, str(error).encode()))
+        if told not in children.alive.values():
+            told.close()
+    for descriptor in own:
         os.close(descriptor)
     return None
 
