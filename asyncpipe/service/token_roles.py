@@ -29,11 +29,9 @@ __all__ = [
     "PREFIX",
     "SETTINGS_HOLDER",
     "TOKENS",
-    "TokenConflictError",
     "TokenFileError",
     "TokenRecord",
     "TokenRole",
-    "UnknownTokenError",
     "create_token",
     "read_tokens",
     "revoke_token",
@@ -78,20 +76,6 @@ class TokenFileError(AsyncpipeError, RuntimeError):
     """The file of tokens cannot be read or written; the message says why."""
 
 
-class UnknownTokenError(AsyncpipeError, LookupError):
-    """No token of this name is in use."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"there is no token {name!r:.100} that is in use; `asyncpipe service tokens list` shows all")
-
-
-class TokenConflictError(AsyncpipeError, ValueError):
-    """A token of this name is in use."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"a token {name!r:.100} is in use already; revoke it first, or give another name")
-
-
 def read_tokens(folder: Path) -> tuple[TokenRecord, ...] | None:
     """All tokens of the service in ``folder``; ``None`` if it never had one. Blocks. Raises ``TokenFileError``."""
     path = folder / TOKENS
@@ -107,7 +91,7 @@ def read_tokens(folder: Path) -> tuple[TokenRecord, ...] | None:
 def create_token(folder: Path, name: str, role: TokenRole, expires: float | None = None) -> tuple[str, TokenRecord]:
     """A new token of the service in ``folder``, valid until the Unix time ``expires``; and what is kept of it. Blocks.
 
-    The token itself is kept nowhere. Raises ``OptionError``, ``TokenConflictError``, ``TokenFileError``.
+    The token itself is kept nowhere. Raises ``OptionError``, ``TokenFileError``.
     """
     if not _NAME.fullmatch(name):
         rule = "has 1 to 64 letters, digits or any of . _ @ -, and begins with a letter or a digit"
@@ -117,7 +101,7 @@ def create_token(folder: Path, name: str, role: TokenRole, expires: float | None
     there, now = read_tokens(folder) or (), time.time()
     left = tuple(each for each in there if each.name != name or each.expires is None or each.expires > now)
     if name in {each.name for each in left}:
-        raise TokenConflictError(name)
+        raise OptionError(f"a token {name!r} is in use already; revoke it first, or give another name")
     secret = PREFIX + token_urlsafe(SECRET_BYTES)
     record = TokenRecord(name, role, now, expires, token_digest(secret.encode()).hex())
     _write(folder, (*left, record))
@@ -127,14 +111,14 @@ def create_token(folder: Path, name: str, role: TokenRole, expires: float | None
 def revoke_token(folder: Path, name: str) -> TokenRecord:
     """Revoke the token of this name for good; it may be in use by a service that runs. Blocks.
 
-    Raises ``UnknownTokenError``, ``TokenFileError``.
+    Raises ``OptionError`` where there is none, ``TokenFileError``.
     """
     there = read_tokens(folder) or ()
     for record in there:
         if record.name == name:
             _write(folder, tuple(each for each in there if each is not record))
             return record
-    raise UnknownTokenError(name)
+    raise OptionError(f"there is no token {name!r:.100} that is in use; `asyncpipe service tokens list` shows all")
 
 
 def _write(folder: Path, tokens: tuple[TokenRecord, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
@@ -126,13 +125,6 @@ def test_what_is_no_artifact_is_told(answer, service, tmp_path):
 def test_an_empty_artifact_is_an_empty_file(service, tmp_path):
     service.answers = [sends(b"")]
     assert service.client().download(JOB, "log.jsonl", tmp_path).read_bytes() == b""
-
-
-def test_one_process_downloads_a_file_at_a_time(service, tmp_path):
-    with (tmp_path / f"model.pt.{hashlib.sha256(OLD).hexdigest()}.part").open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(OptionError, match="is being downloaded by another process"):
-            service.client().download(JOB, to=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../x", ".."])

@@ -12,7 +12,7 @@ import builtins
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from secrets import token_urlsafe
 from typing import Any, Generic, TypeVar
@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.client.asking import Asking, BrokenExchange, Repeating, refusal
+from asyncpipe.service.client.asking import Asking, BrokenExchange, Repeating, Wire, refusal
 from asyncpipe.service.client.downloads import download
 from asyncpipe.service.client.errors import ApiError, WaitTimeoutError
 from asyncpipe.service.client.events import ServerEvent, events_of
@@ -47,8 +47,17 @@ _File = TypeVar("_File")
 class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
     """The calls of a client."""
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout: float = 30.0,
+        retries: int = 5,
+        sleep: Callable[[float], Any] | None = None,
+    ) -> None:
+        """``sleep`` is called in the place of the client's own."""
+        self._asking = Asking(self._wire(url, sleep), url, token, timeout, retries)
 
     @property
     def url(self) -> str:
@@ -57,6 +66,11 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+    @staticmethod
+    @abstractmethod
+    def _wire(url: str, sleep: Callable[[float], Any] | None) -> Wire:
+        """What the client sends and waits with."""
 
     @abstractmethod
     def _one(self, call: Coroutine[Any, Any, Any]) -> Any:

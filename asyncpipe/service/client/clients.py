@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import httpx
 
 from asyncpipe.runtime.thread_calls import wait_to_end
-from asyncpipe.service.client.asking import Asking
 from asyncpipe.service.client.calls import JobCalls
 from asyncpipe.service.client.events import ServerEvent
 
@@ -44,16 +43,9 @@ class JobClient(JobCalls[_Row, tuple[Any, ...], Iterator[_Row], Iterator[ServerE
     raises ``ApiError`` if the service refuses, ``UnreachableError`` if it cannot be reached.
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str | None = None,
-        *,
-        timeout: float = 30.0,
-        retries: int = 5,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        super().__init__(Asking(_BlockingWire(url, sleep), url, token, timeout, retries))
+    @staticmethod
+    def _wire(url: str, sleep: Callable[[float], Any] | None) -> _BlockingWire:
+        return _BlockingWire(url, sleep or time.sleep)
 
     def _one(self, call: Coroutine[Any, Any, _T]) -> _T:
         return _run(call)
@@ -83,16 +75,9 @@ class AsyncJobClient(
     asynchronous. A call that is cancelled closes its connection; what it asked for may have been done.
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str | None = None,
-        *,
-        timeout: float = 30.0,
-        retries: int = 5,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-    ) -> None:
-        super().__init__(Asking(_AsyncWire(url, sleep), url, token, timeout, retries))
+    @staticmethod
+    def _wire(url: str, sleep: Callable[[float], Any] | None) -> _AsyncWire:
+        return _AsyncWire(url, sleep or asyncio.sleep)
 
     def _one(self, call: Coroutine[Any, Any, _T]) -> Coroutine[Any, Any, _T]:
         return call

@@ -13,7 +13,6 @@ The name of the part says what it is of, so another process can go on with it, a
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import os
@@ -78,9 +77,9 @@ def _target(to: Path, artifact: str) -> Path:
 
 
 class _PartFile:
-    """The file at ``target`` while it is downloaded, with what an earlier download has left of it. Every method blocks.
+    """The file at ``target`` while it is downloaded, with what an earlier download has left of it.
 
-    Raises ``OptionError`` if another process downloads it, ``OSError`` if the disk fails.
+    Every method blocks. Of two processes that download it at a time, one or both find it damaged.
     """
 
     def __init__(self, target: Path) -> None:
@@ -137,14 +136,9 @@ class _PartFile:
 
     def _open(self, sha256: str) -> None:
         self.sha256 = sha256
-        file = self._part.open("a+b", buffering=0)  # What has come is kept, whatever ends this process.
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise OptionError(f"{self._target} is being downloaded by another process") from None
+        self._file = file = self._part.open("a+b", buffering=0)  # What has come is kept, whatever ends this process.
         file.seek(0)
-        self._file, self._digest = file, hashlib.sha256()
+        self._digest = hashlib.sha256()
         while block := file.read(BLOCK):
             self._digest.update(block)
         self.size = file.tell()

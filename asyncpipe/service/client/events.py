@@ -11,8 +11,6 @@ from asyncpipe.service.client.asking import BrokenExchange
 
 __all__ = ["ServerEvent", "events_of"]
 
-LONGEST_LINE = 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
@@ -32,30 +30,18 @@ async def events_of(content: AsyncIterator[bytes]) -> AsyncIterator[ServerEvent]
 
     Raises ``BrokenExchange`` for one that is not a service's.
     """
-    number, kind, data, rest = 0, "message", list[str](), b""
+    rest = b""
     async for chunk in content:
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > LONGEST_LINE:
-            raise BrokenExchange(f"an event of more than {LONGEST_LINE} bytes")
-        for line in lines:
-            text = line.decode("utf-8", "replace").rstrip("\r")
-            name, _, value = text.partition(":")
-            value = value.removeprefix(" ")
-            if name == "event":
-                kind = value
-            elif name == "data":
-                data.append(value)
-            elif name == "id" and value.isascii() and value.isdigit():
-                number = int(value)
-            elif not text:
-                if data:
-                    yield _event(number, kind, "\n".join(data))
-                kind, data = "message", []
+        *blocks, rest = (rest + chunk).split(b"\n\n")
+        for block in blocks:
+            fields = dict(line.partition(": ")[::2] for line in block.decode("utf-8", "replace").split("\n"))
+            if "data" in fields:
+                yield _event(fields.get("event", ""), fields["data"])
 
 
-def _event(number: int, kind: str, text: str) -> ServerEvent:
+def _event(kind: str, text: str) -> ServerEvent:
     try:
         found = json.loads(text)
-        return ServerEvent(number, kind, float(found.get("at", 0.0)), dict(found.get("data", {})))
+        return ServerEvent(int(found.get("id", 0)), kind, float(found.get("at", 0.0)), dict(found.get("data", {})))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenExchange(f"an event that is not a JSON object of a service: {error}") from error
