@@ -1,19 +1,18 @@
 """Steps compared on one HTML page: schedules at the same costs, or a simulated step beside the measured one.
 
-The page is a single file; style, script and pictures are in it::
+The page is a single file; style and pictures are in it::
 
     ┌──────────────────────────────────────────────┐
-    │ table: makespan, bubble, peak, memory        │  sorted by a click
+    │ table: makespan, bubble, peak, memory        │
     ├──────────────────────────────────────────────┤
-    │ ■ forward ■ backward …            zoom ──●── │
+    │ ■ forward ■ backward …                       │
     ├──────────────────────────────────────────────┤
     │ gpipe   [F0][F1]······[B1  ][B0  ]           │  a timeline of each step, all on one scale
     │ 1f1b    [F0]···[B0  ][F1]···[B1  ]           │
     └──────────────────────────────────────────────┘
 
-Hovering over a task shows when it ran and what it waited for, and marks its micro-batch in every timeline. The page is
-the jinja2 template ``comparison.html``, with ``comparison.css`` and ``comparison.js``. jinja2 escapes all texts except
-these files and the pictures, whose texts ``svg_timeline`` escapes.
+Hovering over a task shows when it ran and what it waited for. The page is the jinja2 template ``comparison.html``.
+jinja2 escapes all texts except the pictures, whose texts ``svg_timeline`` escapes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
@@ -50,14 +48,6 @@ class ComparedStep:
     """A line below the heading, such as the shape and the costs."""
 
 
-class _Cell(NamedTuple):
-    """A cell of the table: its text, the value that it is sorted by, and a smaller text below."""
-
-    text: str
-    value: float
-    below: str = ""
-
-
 def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compared") -> str:
     """An HTML document with a table of all steps and a timeline of each, all on one time scale.
 
@@ -81,21 +71,16 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
     shortest = min(result.seconds for result in results)
     cells = [list(_cells(*each, shortest))[: len(headings) - 1] for each in zip(steps, results, strict=True)]
     placements = [step.record.graph.placement for step in steps]
+    page = resources.files(__package__).joinpath("comparison.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    return template.from_string(_file("comparison.html")).render(
+    return template.from_string(page).render(
         title=title,
-        style=_file("comparison.css"),
-        script=_file("comparison.js"),
         headings=headings,
         rows=list(zip(steps, cells, strict=True)),
         kinds=kinds_of(time for result in results for time in result.tasks if time.seconds > 0),
         shared_devices=any(len(set(placement)) < len(placement) for placement in placements),
         pictures=list(zip(steps, _pictures(steps), strict=True)),
     )
-
-
-def _file(name: str) -> str:
-    return resources.files("asyncpipe.observe.pictures").joinpath(name).read_text(encoding="utf-8")
 
 
 def _check(steps: Sequence[ComparedStep]) -> None:
@@ -126,19 +111,15 @@ def _pictures(steps: Sequence[ComparedStep]) -> Iterator[str]:
         )
 
 
-def _cells(step: ComparedStep, result: Report, shortest: float) -> Iterator[_Cell]:
-    """Makespan, its ratio to the shortest one, bubble, peak in flight and memory, with those of each device below."""
-    yield _Cell(format_time(result.seconds, result.seconds, virtual=step.virtual), result.seconds)
-    share = result.seconds / shortest if shortest else 1.0
-    yield _Cell(f"{share:.1%}", share)
+def _cells(step: ComparedStep, result: Report, shortest: float) -> Iterator[tuple[str, str]]:
+    """Makespan, its ratio to the shortest one, bubble, peak in flight and memory; with each, the devices' own below."""
+    yield format_time(result.seconds, result.seconds, virtual=step.virtual), ""
+    yield f"{result.seconds / shortest if shortest else 1.0:.1%}", ""
     idle = [1.0 - busy for busy in result.device_utilization.values()] if result.seconds else []
-    yield _Cell(f"{result.bubble_ratio:.1%}", result.bubble_ratio, _each(f"{bubble:.1%}" for bubble in idle))
+    yield f"{result.bubble_ratio:.1%}", _each(f"{bubble:.1%}" for bubble in idle)
     peaks = peak_per_device(result, step.record.graph)
-    yield _Cell(f"{max(peaks):.4g}", max(peaks), _each(f"{peak:.4g}" for peak in peaks))
-    if step.memory is None:
-        yield _Cell("–", -1)
-    else:
-        yield _Cell(format_bytes(max(step.memory)), max(step.memory), _each(map(format_bytes, step.memory)))
+    yield f"{max(peaks):.4g}", _each(f"{peak:.4g}" for peak in peaks)
+    yield ("–", "") if step.memory is None else (format_bytes(max(step.memory)), _each(map(format_bytes, step.memory)))
 
 
 def _each(texts: Iterable[str]) -> str:

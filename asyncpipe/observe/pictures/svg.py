@@ -14,7 +14,6 @@ picture share its axis; a line stands on each device where it begins the next st
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -149,18 +148,12 @@ def svg_timeline(
         "</svg>",
     ]
     if inline is not None:
-        return "\n".join([_opening(layout, 28, _data(name, graph, layout)), *drawing]) + "\n"
+        return "\n".join([_opening(layout, 28, f'aria-label="{name}"'), *drawing]) + "\n"
     kinds = kinds_of(time for step in steps for time in chain.from_iterable(step.rows.values()))
     figures = summary([step.result for step in steps], training=graph.training, virtual=virtual)
     below = f'<text x="{_n(layout.scale.left)}" y="{_n(layout.bottom + 42)}">{figures}</text>'
     head = [_opening(layout, 52, title=title), f"<title>{name}</title>", *_heading(name, kinds, layout.right), below]
     return "\n".join([*head, *drawing]) + "\n"
-
-
-def _data(name: str, graph: TaskGraph, layout: _Layout) -> str:
-    """Attributes of a picture inside a page: its name, and what the page's script needs."""
-    stages = " data-stages" if max(Counter(graph.placement).values()) > 1 else ""
-    return f'aria-label="{name}" data-left="{_n(layout.scale.left)}" data-width="{_n(layout.scale.width)}"{stages}'
 
 
 def _opening(layout: _Layout, below: float, attributes: str = "", *, title: str = "") -> str:
@@ -258,7 +251,7 @@ def _tasks(step: _ShownStep, layout: _Layout, longest: float, *, virtual: bool) 
             colour = shade(time.task.kind, stages.index(time.task.stage), len(stages))
             corners = ' rx="1.5"' if width > 6 else ""
             yield (
-                f'<g data-m="{time.task.microbatch}"><title>{escape(story)}</title>'
+                f'<g class="task"><title>{escape(story)}</title>'
                 f'<rect x="{_n(x)}" y="{_n(top)}" width="{_n(max(width - 0.8, 0.3))}" height="{_n(height)}"{corners} '
                 f'fill="{colour}"/>' + _label(label(time.task), x, top, width, height) + "</g>"
             )

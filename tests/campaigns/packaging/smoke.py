@@ -17,7 +17,7 @@ PROGRAM = Path(sys.executable).with_name("asyncpipe")
 PAGES = {
     "observe/live": ("live.css", "live.html", "live.js", "charts.js"),
     "service/http/web": ("job.html", "jobs.css", "jobs.html", "jobs.js"),
-    "observe/pictures": ("comparison.css", "comparison.html", "comparison.js"),
+    "observe/pictures": ("comparison.html",),
 }
 
 

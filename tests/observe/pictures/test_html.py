@@ -21,7 +21,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.html import ComparedStep, html_comparison
 
-VOID = {"meta", "input"}
+VOID = {"meta"}
 
 
 class Page(HTMLParser):
@@ -30,10 +30,8 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.ids: list[str] = []
-        self.classes: set[str] = set()
         self.attributes: list[tuple[str, str, str]] = []
         self.rows: list[list[str]] = []
-        self.sorted_by: list[list[str]] = []
         self.headings: list[str] = []
         self.stories: list[str] = []
         self.lanes: list[tuple[str, str]] = []
@@ -46,16 +44,13 @@ class Page(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         assert len(given) == len(attrs), f"an attribute of <{tag}> is there twice"
         self.ids += [given["id"]] if "id" in given else []
-        self.classes |= set(given.get("class", "").split())
         self.attributes += [(tag, name, value) for name, value in given.items()]
         if given.get("class") == "lane":
             self.lanes.append((given["x"], given["width"]))
         if tag == "tr":
             self.rows.append([])
-            self.sorted_by.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-            self.sorted_by[-1].append(given.get("data-v", ""))
         if tag == "title" and "svg" in self._open:
             self.stories.append("")
         if tag == "h2":
@@ -110,7 +105,7 @@ def test_a_page_is_valid_and_every_id_unique() -> None:
     assert max(Counter(page.ids).values()) == 1
     used = re.findall(r"url\(#([^)]*)\)", text)
     used += [value.removeprefix("#") for _, name, value in page.attributes if name in ("href", "for")]
-    assert set(used) == {f"step-{k}" for k in range(3)} | {f"picture-{k}-head" for k in range(3)} | {"zoom"}
+    assert set(used) == {f"step-{k}" for k in range(3)} | {f"picture-{k}-head" for k in range(3)}
     assert set(used) <= set(page.ids)
 
 
@@ -119,22 +114,7 @@ def test_a_page_asks_for_nothing_outside_it() -> None:
     assert [value for _, name, value in Page(text).attributes if name == "src"] == []
     assert set(re.findall(r"\w+://[^\"'\s]*", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|fetch\(|import\(", text)
-    assert text.count("<script>") == text.count("</script>") == 1
-
-
-def test_style_and_script_find_what_they_look_for() -> None:
-    text = html_comparison(compared())
-    page = Page(text)
-    [style], [script] = (re.findall(rf"<{tag}>(.*)</{tag}>", text, re.DOTALL) for tag in ("style", "script"))
-    for name in re.findall(r"getElementById\('(\w+)'\)", script):
-        assert name in page.ids
-    scripted = {"ready"}
-    for name in re.findall(r"[\s,}]\.([a-z]+)[ :]", style):
-        assert name in page.classes | scripted, name
-    for name in re.findall(r"'(?:\w+)?\.(\w+)", script):
-        assert name in page.classes, name
-    data = {name for _, name, _ in page.attributes}
-    assert {f"data-{name}" for name in re.findall(r"dataset\.(\w+)", script)} - {"data-story"} <= data
+    assert "<script" not in text
 
 
 def test_the_table_has_the_figures_of_every_step() -> None:
@@ -145,7 +125,6 @@ def test_the_table_has_the_figures_of_every_step() -> None:
         ["1f1b", "14", "121.7%", "35.7%|on each device", "2|2 · 1"],
         ["interleaved", "11.5", "100.0%", "21.7%|on each device", "2.5|2.5 · 1.5"],
     ]
-    assert [row[1] for row in page.sorted_by] == ["", "12.0", "14.0", "11.5"]
     assert page.headings == ["gpipe", "1f1b", "interleaved"]
 
 
@@ -166,7 +145,6 @@ def test_memory_has_a_column_where_it_is_known() -> None:
         "–",
         "7 B|on each device",
     ]
-    assert [row[-1] for row in page.sorted_by] == ["", str(3 << 29), "-1", "7"]
 
 
 def test_timelines_share_one_scale() -> None:
@@ -177,13 +155,11 @@ def test_timelines_share_one_scale() -> None:
     assert [width / shown[0] for width in shown] == pytest.approx([1, 14 / 12, 11.5 / 12], abs=0.001)
 
 
-def test_every_task_tells_its_story_and_its_microbatch() -> None:
+def test_every_task_tells_its_story() -> None:
     given = compared()
     page = Page(html_comparison(given))
     ran = [time.task for step in given for time in report(step.record).tasks if time.seconds > 0]
     assert sorted(story.partition(":")[0] for story in page.stories) == sorted(task.id for task in ran)
-    marked = Counter(value for _, name, value in page.attributes if name == "data-m")
-    assert marked == Counter(str(task.microbatch) for task in ran)
     assert "B(0,0): 5 to 7 on dev:0/compute\nwaited for C(0,1>0) until 5, device idle for 3" in page.stories
 
 
@@ -204,7 +180,7 @@ def test_texts_are_escaped() -> None:
     bad = '<script>alert("1")</script>&\'"'
     text = html_comparison([ComparedStep(bad, simulated(), True, detail=bad)], title=bad)
     page = Page(text)
-    assert text.count("<script>") == 1
+    assert "<script" not in text
     assert page.headings == [bad]
     assert page.table[1][0] == bad
     assert ("svg", "aria-label", bad) in page.attributes
@@ -236,12 +212,6 @@ def test_a_step_without_time_has_a_page() -> None:
 def test_steps_that_cannot_be_compared_are_refused(wrong: list[ComparedStep], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         html_comparison(wrong)
-
-
-def test_a_page_is_linear_in_its_tasks() -> None:
-    small, large = (html_comparison([ComparedStep("x", simulated("1f1b", Shape(4, m, 4)), True)] * 2) for m in (32, 64))
-    assert len(large) < 2 * len(small)
-    assert len(large) / (2 * 4 * 64 * 2) < 300  # bytes a task, with the page's own
 
 
 class Recorder:

@@ -67,7 +67,9 @@ def test_svg_has_a_line_on_each_device_and_names_the_steps() -> None:
     root = ElementTree.fromstring(svg_timeline(records, virtual=True))
     lines = [path.attrib["d"] for path in root.iter(f"{SVG}path") if path.attrib.get("class") == "border"]
     assert len(set(lines)) == 2 * 2
-    stories = [group.findtext(f"{SVG}title") or "" for group in root.iter(f"{SVG}g") if "data-m" in group.attrib]
+    stories = [
+        group.findtext(f"{SVG}title") or "" for group in root.iter(f"{SVG}g") if group.attrib.get("class") == "task"
+    ]
     assert len(stories) == 3 * len(records[0].graph.tasks)
     _, second, _ = reports(records)
     begin = next(time.start for time in second.tasks if time.task.id == "F(0,0)")

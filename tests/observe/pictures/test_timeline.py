@@ -38,7 +38,7 @@ def simulated(
 
 def tasks(root: ElementTree.Element) -> list[ElementTree.Element]:
     """The drawn tasks of a picture."""
-    return [group for group in root.iter(f"{SVG}g") if "data-m" in group.attrib]
+    return [group for group in root.iter(f"{SVG}g") if group.attrib.get("class") == "task"]
 
 
 def story(group: ElementTree.Element) -> str:
