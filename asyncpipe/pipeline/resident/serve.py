@@ -30,10 +30,10 @@ IMPORTED_LATER = ("torch.distributed", "torch._dynamo")
 
 async def serve(control: ControlClient) -> None:
     """Serve the controller until it says to stop."""
-    await _Server(control).run()
+    await _ResidentStages(control).run()
 
 
-class _Server:
+class _ResidentStages:
     """All pipelines that have stages in this worker. Their devices are those of one pool, as on threads."""
 
     def __init__(self, control: ControlClient) -> None:

@@ -150,17 +150,17 @@ def test_what_a_plug_in_raises_is_told_as_its_fault(schedule: Schedule, method: 
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-def test_a_device_that_admits_nothing() -> None:
+@pytest.mark.parametrize(
+    ("method", "answer", "told"),
+    [
+        ("admit", lambda action, live, shape: live > 0, r", device 0: F\(0,0\) is refused by a device that holds no"),
+        ("priority", lambda action, shape: "a" if action.stage else 1, ": comparing priorities raised TypeError"),
+    ],
+)
+def test_a_rule_that_admits_nothing_or_does_not_compare(method: str, answer: object, told: str) -> None:
     rule = Ruled()
-    rule.admit = lambda action, live, shape: live > 0  # type: ignore[method-assign]
-    with pytest.raises(ScheduleError, match=r"'Ruled', device 0: F\(0,0\) is refused by a device that holds no"):
-        lower(rule, Shape(2, 2, 2))
-
-
-def test_priorities_that_do_not_compare() -> None:
-    rule = Ruled()
-    rule.priority = lambda action, shape: "a" if action.stage else 1  # type: ignore[assignment]
-    with pytest.raises(ScheduleError, match=r"'Ruled': comparing priorities raised TypeError"):
+    setattr(rule, method, answer)
+    with pytest.raises(ScheduleError, match=f"'Ruled'{told}"):
         lower(rule, Shape(2, 2, 2))
 
 
@@ -178,13 +178,9 @@ def test_as_many_different_device_names_as_devices(names: list[str]) -> None:
         lower(Listed([LEFT, RIGHT]), Shape(2, 2, 2), devices=names)
 
 
-@pytest.mark.parametrize("microbatches", [0, -1])
-def test_a_step_has_a_micro_batch(microbatches: int) -> None:
-    with pytest.raises(MicrobatchError, match=f"microbatches must be a positive integer, got {microbatches}"):
-        Shape(2, microbatches, 2)
-
-
-def test_a_step_has_a_stage_and_a_device() -> None:
+def test_a_shape_has_a_micro_batch_a_stage_and_a_device() -> None:
+    with pytest.raises(MicrobatchError, match="microbatches must be a positive integer, got 0"):
+        Shape(2, 0, 2)
     with pytest.raises(OptionError, match="stages must be a positive integer, got 0"):
         Shape(0, 1, 2)
     with pytest.raises(OptionError, match="devices must be a positive integer, got -1"):
