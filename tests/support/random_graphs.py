@@ -48,16 +48,16 @@ class Random(RuledSchedule):
 
 
 class RandomOrder(OrderedSchedule):
-    """A random run of the whole step, cut up by device."""
+    """A random run of the whole step, cut up by device; backwards are split with the probability ``split``."""
 
-    def __init__(self, shape: Shape, draw: random.Random) -> None:
+    def __init__(self, shape: Shape, draw: random.Random, split: float = 0.5) -> None:
         self._placement = [draw.randrange(shape.devices) for _ in range(shape.stages)]
         self._orders: list[list[Action]] = [[] for _ in range(shape.devices)]
         ways = []
         for i in range(shape.microbatches):
             way = [F(i, j) for j in range(shape.stages)]
             for j in reversed(range(shape.stages)):
-                way += [I(i, j), W(i, j)] if draw.random() < 0.5 else [B(i, j)]
+                way += [I(i, j), W(i, j)] if draw.random() < split else [B(i, j)]
             ways.append(way)
         while ways := [way for way in ways if way]:
             action = draw.choice(ways).pop(0)

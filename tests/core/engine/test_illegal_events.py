@@ -94,7 +94,7 @@ def snapshot(state: SchedulerState) -> Any:
                 value.expected,
             )
         if name == "LaneState":
-            return str(value.lane), value.in_flight, type(value.policy), plain(getattr(value.policy, "flows", ()))
+            return str(value.lane), value.in_flight, type(value.policy), plain(getattr(value.policy, "_flows", {}))
         if name in ("StepState", "JobAccount"):
             return {slot: plain(getattr(value, slot)) for slot in value.__slots__}
         if name in ("Jobs", "Dispatcher"):

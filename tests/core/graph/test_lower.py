@@ -4,58 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import RandomOrder
 
 from asyncpipe.core.graph.export import to_dict, to_dot
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.schedules.protocol import Action, B, F, OrderedSchedule, Shape
+from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 
 ALWAYS, EXCEPT_LAST, NEVER = CheckpointMode.ALWAYS, CheckpointMode.EXCEPT_LAST, CheckpointMode.NEVER
-
-
-class Listed(OrderedSchedule):
-    """Orders and a placement written out."""
-
-    name = "listed"
-
-    def __init__(self, orders: Sequence[Iterable[Action]], placement: Sequence[int]) -> None:
-        self._orders = orders
-        self._placement = placement
-
-    def order(self, device: int, shape: Shape) -> Iterable[Action]:
-        return self._orders[device]
-
-    def placement(self, shape: Shape) -> Sequence[int]:
-        return self._placement
-
-    def check(self, shape: Shape) -> None:
-        pass
-
-
-def shuffled(shape: Shape, draw: random.Random) -> Listed:
-    """Some order that cannot deadlock: a random run of the whole step, cut up by device."""
-    placement = [draw.randrange(shape.devices) for _ in range(shape.stages)]
-    orders: list[list[Action]] = [[] for _ in range(shape.devices)]
-    ways = [
-        [F(i, j) for j in range(shape.stages)] + [B(i, j) for j in reversed(range(shape.stages))]
-        for i in range(shape.microbatches)
-    ]
-    while ways:
-        way = draw.choice(ways)
-        action = way.pop(0)
-        orders[placement[action.stage]].append(action)
-        ways = [way for way in ways if way]
-    return Listed(orders, placement)
 
 
 def graphs(draw: random.Random) -> TaskGraph:
@@ -65,7 +30,7 @@ def graphs(draw: random.Random) -> TaskGraph:
     pairs = [(source, user) for user in range(shape.stages) for source in range(user)]
     links = {*Wiring.chain(shape.stages).links, *draw.sample(pairs, draw.randint(0, len(pairs)))}
     return lower(
-        shuffled(shape, draw),
+        RandomOrder(shape, draw, split=0.0),
         shape,
         checkpoint=draw.choice(list(CheckpointMode)),
         phase=draw.choice(list(Phase)),
@@ -133,7 +98,7 @@ def test_a_recomputation_follows_the_action_before_its_backward() -> None:
 def test_devices_keep_their_order(draw: random.Random, mode: CheckpointMode) -> None:
     """Each action waits for the one before it on its device, and each R too, for the same one as its B."""
     shape = Shape(draw.randint(1, 5), draw.randint(1, 4), draw.randint(1, 3))
-    schedule = shuffled(shape, draw)
+    schedule = RandomOrder(shape, draw, split=0.0)
     graph = lower(schedule, shape, checkpoint=mode)
     for device in range(shape.devices):
         actions = [graph.find(*action) for action in schedule.order(device, shape)]

@@ -181,6 +181,3 @@ def test_a_job_is_forgotten_when_it_is_gone() -> None:
     hand.state.forget("never heard of")
     assert not flows_of(hand.state)
     assert not hand.state.jobs
-
-
-# The simulation itself

@@ -55,9 +55,6 @@ def test_wrong_sizes_are_refused(rows: tuple[Any, Any, Any], message: str) -> No
         StageMemory(*rows)
 
 
-# Peaks per device
-
-
 # Random steps
 
 COST = st.integers(1, 5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from shapes import ALL, DEVICES, MICROBATCHES
@@ -68,26 +68,22 @@ def v_min_bubble(p: int) -> int:
     return max(0, 4 * p - 5 if p % 3 == 1 else 4 * p - 7)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "closed", "parts"), [(VHalf(), v_half_bubble, 2), (VMin(), v_min_bubble, 3)], ids=["v-half", "v-min"]
+)
 @pytest.mark.parametrize("p", DEVICES)
-def test_v_half_has_half_the_bubble_and_half_the_memory(p: int) -> None:
+def test_v_half_and_v_min_have_a_part_of_the_memory_and_less_bubble(
+    schedule: OrderedSchedule, closed: Callable[[int], int], parts: int, p: int
+) -> None:
+    """Half of each, or a third of the memory and two thirds of the bubble."""
     for m in MICROBATCHES:
-        times = run(VHalf(), p, m)
+        times = run(schedule, p, m)
         if m >= p:
-            assert bubble(times, 2, m) == v_half_bubble(p) <= 6 * (p - 1) / 2, m
+            assert bubble(times, 2, m) == closed(p) <= 6 * (p - 1) * (1 / 2 if parts == 2 else 2 / 3), m
         else:
             assert bubble(times, 2, m) <= 4 * p - 5, m
-        assert max(peaks(times, 2)) == max(peaks(times, 2, (I,))) == min(m, (p + 2) // 2), m
-
-
-@pytest.mark.parametrize("p", DEVICES)
-def test_v_min_has_a_third_of_the_memory_and_two_thirds_of_the_bubble(p: int) -> None:
-    for m in MICROBATCHES:
-        times = run(VMin(), p, m)
-        if m >= p:
-            assert bubble(times, 2, m) == v_min_bubble(p) <= 6 * (p - 1) * 2 / 3, m
-        else:
-            assert bubble(times, 2, m) <= 4 * p - 5, m
-        assert max(peaks(times, 2)) == max(peaks(times, 2, (I,))) == min(m, (p + 4) // 3), m
+        most = min(m, (p + 2) // 2 if parts == 2 else (p + 4) // 3)
+        assert max(peaks(times, 2)) == max(peaks(times, 2, (I,))) == most, m
 
 
 # DualPipeV.
@@ -126,6 +122,3 @@ def test_hanayo_has_its_closed_form_where_p_divides_m(p: int, waves: int) -> Non
         else:
             assert idle <= min(6 * waves * (p - 1), 4 * (p - 1) + -m % p * 3 * (v - 1)), m
             assert most <= min(m, p + (p - 1) / v), m
-
-
-# All of them.

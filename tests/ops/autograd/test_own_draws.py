@@ -19,7 +19,6 @@ from asyncpipe.ops.autograd.own_draws import OwnDraws, replace_torch_random, res
 from asyncpipe.ops.torch_internals import DrawsKey
 
 LSTM, ATTENTION = nn.LSTM(4, 4, 2, dropout=0.5), nn.MultiheadAttention(4, 2, dropout=0.5)
-ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
 SEQUENCE = torch.arange(24.0).reshape(3, 2, 4) / 24
 ONES = torch.ones(50)
 
@@ -93,35 +92,21 @@ def drawn_in_backward() -> Tensor:
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(5),
-    "rand, keyword": lambda: torch.rand(size=(5,), dtype=torch.float64),
     "rand, out": lambda: torch.rand(5, out=torch.empty(5)),
     "rand, default generator": lambda: torch.rand(5, generator=torch.default_generator),
     "randn_like": lambda: torch.randn_like(SEQUENCE),
-    "randint": lambda: torch.randint(0, 1000, (5,)),
     "randperm": lambda: torch.randperm(50),
     "bernoulli": lambda: torch.bernoulli(torch.full((50,), 0.5)),
     "method in place": lambda: torch.empty(5).uniform_(),
     "multinomial": lambda: torch.multinomial(torch.ones(50), 20),
-    "normal": lambda: torch.normal(0.0, torch.ones(5)),
-    "poisson": lambda: torch.poisson(torch.full((50,), 3.0)),
     "binomial": lambda: torch.binomial(torch.full((50,), 9.0), torch.full((50,), 0.5)),
-    "aten": lambda: torch.ops.aten.rand([5]),
     "dropout": lambda: F.dropout(ONES),
-    "dropout module": lambda: nn.Dropout(0.5)(ONES),
     "dropout in place": lambda: nn.Dropout(0.5, inplace=True)(torch.ones(50)),
-    "dropout2d": lambda: nn.Dropout2d(0.5)(torch.ones(2, 30, 2, 2)),
-    "alpha dropout": lambda: nn.AlphaDropout(0.5)(ONES),
-    "feature alpha dropout": lambda: nn.FeatureAlphaDropout(0.5)(torch.ones(2, 30, 2, 2)),
-    "native dropout": lambda: torch.native_dropout(ONES, 0.5, True)[0],
     "rrelu": lambda: nn.RReLU()(-ONES),
     "fractional pooling": lambda: nn.FractionalMaxPool2d(2, output_size=8)(torch.arange(1600.0).reshape(1, 4, 20, 20)),
-    "gumbel": lambda: F.gumbel_softmax(ONES),
     "lstm": lambda: LSTM(SEQUENCE)[0],
     "attention": lambda: F.scaled_dot_product_attention(SEQUENCE, SEQUENCE, SEQUENCE, dropout_p=0.5),
     "multi-head attention": lambda: ATTENTION(SEQUENCE, SEQUENCE, SEQUENCE)[0],
-    "encoder layer": lambda: ENCODER(SEQUENCE),
-    "distributions": lambda: torch.distributions.Dirichlet(torch.ones(5)).rsample(),
-    "weight initialisation": lambda: nn.init.trunc_normal_(torch.empty(5)),
     "initialisation that torch lets be overridden": lambda: nn.init.kaiming_uniform_(torch.empty(5, 5)),
     "TorchScript": lambda: SCRIPTED(ONES),
     "TorchScript, another thread": lambda: FORKED(ONES),
@@ -131,7 +116,6 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "torch.cond": lambda: torch.cond(ONES.sum() > 0, F.dropout, torch.sin, (ONES,)),
     "a dispatch mode, rand": lambda: in_mode(lambda: torch.rand(5)),
     "a dispatch mode, native dropout": lambda: in_mode(lambda: torch.native_dropout(ONES, 0.5, True)[0]),
-    "a dispatch mode, randperm": lambda: in_mode(lambda: torch.randperm(50)),
     "a dispatch mode, in place": lambda: in_mode(lambda: torch.empty(5).normal_()),
     "torch.random": lambda: torch.get_rng_state()[:32],
 }

@@ -145,6 +145,3 @@ def test_evaluation_is_that_of_the_bare_layer() -> None:
     torch.testing.assert_close(deferred(x), bare(x))
     deferred.commit()
     assert_same_statistics(deferred, bare, tolerance=1e-6)
-
-
-# Layers of every kind

@@ -181,6 +181,3 @@ def test_a_layer_a_stage_before_anything_runs(balance: Callable[..., Any], stage
     with pytest.raises(BalanceError, match=f"cannot split 2 layers into {stages} stages"):
         balance(stages, model, torch.ones(1))
     assert calls == []
-
-
-# Devices

@@ -140,6 +140,3 @@ def test_ready_made_micro_batches_are_taken_as_they_are() -> None:
         Microbatches([])
     with pytest.raises(BatchError, match="micro-batch 1 of the input is empty"):
         cut(Microbatches([torch.zeros(1), torch.zeros(0)]), 2).with_samples()
-
-
-# Round trips
