@@ -28,7 +28,8 @@ from asyncpipe.bench.harness import alternating, interrupts_blocked, rounds, tab
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import HOST_TRANSPORTS, Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
-from asyncpipe.runtime.workers.meeting import Door, meet
+from asyncpipe.runtime.workers.door import Door
+from asyncpipe.runtime.workers.meeting import meet
 
 __all__ = ["EdgesSize", "run", "show"]
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
-from asyncpipe.runtime.workers.meeting import Door, Pair, meet
+from asyncpipe.runtime.workers.door import Door
+from asyncpipe.runtime.workers.meeting import Pair, meet
 
 __all__ = [
     "BOTH",

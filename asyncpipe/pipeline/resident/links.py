@@ -34,7 +34,8 @@ from asyncpipe.pipeline.wire_messages import LoadPipeline
 from asyncpipe.runtime.arrivals import Listens
 from asyncpipe.runtime.part_messages import EdgeBroken
 from asyncpipe.runtime.workers.control_client import ControlClient
-from asyncpipe.runtime.workers.meeting import Door, meet
+from asyncpipe.runtime.workers.door import Door
+from asyncpipe.runtime.workers.meeting import meet
 
 __all__ = ["Links"]
 

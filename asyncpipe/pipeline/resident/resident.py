@@ -34,7 +34,7 @@ from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, StepWork
 from asyncpipe.runtime.part_messages import StartPart
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.workers.control_client import ControlClient
-from asyncpipe.runtime.workers.meeting import Door
+from asyncpipe.runtime.workers.door import Door
 
 __all__ = ["Resident"]
 

@@ -18,8 +18,8 @@ from asyncpipe.pipeline.resident.self_report import running_reports, stacks
 from asyncpipe.pipeline.wire_messages import LoadPipeline, OpenedDoor
 from asyncpipe.runtime.part_messages import Call, PartEnded, StartPart, portable
 from asyncpipe.runtime.workers.control_client import ControlClient
+from asyncpipe.runtime.workers.door import Door
 from asyncpipe.runtime.workers.held_folder import HeldFolder
-from asyncpipe.runtime.workers.meeting import Door
 from asyncpipe.runtime.workers.place import address_of_interface, interface_of, is_loopback
 
 __all__ = ["serve"]

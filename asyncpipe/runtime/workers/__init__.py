@@ -23,8 +23,8 @@ In the order of a start:
 ``agents.py``      workers that agents start, which are where the two above have put them; ``agent.py`` is such an agent
 ``handed_down.py``  what a worker takes over from its controller's process
 ``entrance.py``    lets in who knows the secret: workers (``listener.py``), workers that have edges (``meeting.py``),
-                   and torchrun's ranks; ``handshake.py`` is how both sides show it, ``held_folder.py`` a folder for
-                   sockets
+                   and torchrun's ranks; ``handshake.py`` is how both sides show it, ``door.py`` what is listened
+                   at, ``held_folder.py`` a folder for sockets
 ``tcp.py``         connections between machines, which notice a host that is gone without a word
 ``place.py``       where a worker is, and where others reach it
 ``meeting.py``     how workers find each other that have edges

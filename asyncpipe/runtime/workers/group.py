@@ -14,7 +14,7 @@ from asyncpipe.runtime.portal import Portal, wait_uncancelled
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.thread_calls import wait_to_end
 from asyncpipe.runtime.workers.connection import WorkerConnection
-from asyncpipe.runtime.workers.launcher import Address, Launcher, PlannedWorker
+from asyncpipe.runtime.workers.launcher import Launcher, PlannedWorker
 from asyncpipe.runtime.workers.listener import ControlListener
 from asyncpipe.runtime.workers.supervisor import Supervisor, WorkerLimits
 
@@ -47,7 +47,7 @@ class WorkerGroup:
         *,
         received: Callable[[WorkerConnection, Any], object] = lambda worker, message: None,
         lost: Callable[[WorkerConnection, WorkerLostError], object] = lambda worker, error: None,
-        address: Address | None = None,
+        address: tuple[str, int] | None = None,
         limits: WorkerLimits | None = None,
         path: Sequence[str] = (),
     ) -> None:

@@ -151,7 +151,7 @@ class Launcher(Protocol):
     Its methods are called on a loop that serves all workers of the pool, so they must not block.
     """
 
-    async def prepare(self, workers: Sequence[PlannedWorker]) -> Address | None:
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> tuple[str, int] | None:
         """Make room for ``workers``, which are about to start; some of the names may have been prepared before.
 
         Returns the address of this machine at which they shall connect: a host (of one of its interfaces) and a port (0

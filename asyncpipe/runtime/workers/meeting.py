@@ -24,16 +24,15 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from asyncpipe.errors import EdgeError
-from asyncpipe.runtime.workers.entrance import MOST_STRANGERS, Entrance
+from asyncpipe.runtime.workers.door import Door
+from asyncpipe.runtime.workers.entrance import Entrance
 from asyncpipe.runtime.workers.handshake import RefusedError, introduce, receive_values, send_values
-from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.launcher import Address
 from asyncpipe.runtime.workers.tcp import connected_by_tcp
 
-__all__ = ["Door", "Pair", "meet"]
+__all__ = ["Pair", "meet"]
 
 Pair = tuple[int, int]
 """The workers that an edge leads from and to."""
@@ -43,67 +42,6 @@ LOOK_SECONDS = 0.05
 """Between two looks whether the pipeline is given up."""
 _NOT_THERE = {errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN}
 _PAIR = struct.Struct("<qq")
-
-
-class Door:
-    """Where other workers reach this one until all have come. Opened and closed on any thread."""
-
-    def __init__(self, me: int, *, folder: str | HeldFolder | None = None, host: str | None = None) -> None:
-        """``me`` is this worker's number. It listens in ``folder``, which must be this user's alone, for workers of
-        this machine, and at the address ``host`` for those of others. Raises ``EdgeError`` if it cannot.
-
-        A ``HeldFolder`` is removed with the door.
-        """
-        self.me = me
-        self._held = folder if isinstance(folder, HeldFolder) else None
-        self.local: str | None = None
-        """The path for workers of this machine."""
-        self.remote: tuple[str, int] | None = None
-        """Host and port for others."""
-        self.sockets: list[socket.socket] = []
-        """What is listened at."""
-        self.is_given_up = False
-        """Whether ``give_up`` was called."""
-        try:
-            if folder is not None:
-                self.local = str(Path(folder.path if isinstance(folder, HeldFolder) else folder) / str(me))
-                self._listen(socket.socket(socket.AF_UNIX), self.local)
-            if host is not None:
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                listening = self._listen(socket.socket(family), (host, 0))
-                self.remote = listening.getsockname()[:2]
-        except BaseException:
-            self.close()
-            raise
-
-    def _listen(self, listening: socket.socket, address: Address) -> socket.socket:
-        try:
-            listening.bind(address)
-        except OSError as error:
-            listening.close()
-            self.local = None  # Whoever has it.
-            short = "; the folder's name must be short (about 100 letters)" if isinstance(address, str) else ""
-            raise EdgeError(f"worker {self.me} cannot listen at {address}: {error}{short}") from error
-        self.sockets.append(listening)
-        listening.listen(MOST_STRANGERS)
-        listening.setblocking(False)
-        return listening
-
-    def give_up(self) -> None:
-        """Have ``meet`` end, with an ``EdgeError``."""
-        self.is_given_up = True
-
-    def close(self) -> None:
-        """Let nobody in any more; twice is once."""
-        for listening in self.sockets:
-            listening.close()
-        self.sockets.clear()
-        if self.local is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(self.local)
-            self.local = None
-        if self._held is not None:
-            self._held.remove()
 
 
 def meet(
@@ -124,7 +62,7 @@ def meet(
     """
     try:
         return asyncio.run(
-            _Meeting([pair for pair in pairs if me in pair], door, addresses, job, secret, timeout).run()
+            _Meeting(me, [pair for pair in pairs if me in pair], door, addresses, job, secret, timeout).run()
         )
     finally:
         door.close()
@@ -133,6 +71,7 @@ def meet(
 class _Meeting:
     def __init__(
         self,
+        me: int,
         pairs: Sequence[Pair],
         door: Door,
         addresses: Mapping[int, Address],
@@ -140,7 +79,7 @@ class _Meeting:
         secret: bytes,
         timeout: float,
     ) -> None:
-        self._me = door.me
+        self._me = me
         self._pairs = pairs
         self._door = door
         self._addresses = addresses

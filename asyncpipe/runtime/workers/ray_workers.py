@@ -25,7 +25,7 @@ from asyncpipe.runtime.workers.child_process import PROGRAM
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.held_folder import HeldFolder
-from asyncpipe.runtime.workers.launcher import Address, Invitation, PlannedWorker
+from asyncpipe.runtime.workers.launcher import Invitation, PlannedWorker
 from asyncpipe.runtime.workers.place import address_of_interface
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 from asyncpipe.runtime.workers.supervisor import WorkerLimits
@@ -103,7 +103,7 @@ class RayWorkers:
         """By worker."""
         self._turn = asyncio.Lock()
 
-    async def prepare(self, workers: Sequence[PlannedWorker]) -> Address | None:
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> tuple[str, int] | None:
         """Reserve bundles for those that have none, all at once."""
         async with self._turn:
             if self._actors.ray is None:
@@ -158,7 +158,7 @@ class RayWorkers:
         self._folder = HeldFolder("asyncpipe-ray-")
         return self._folder.path
 
-    def _own_address(self, here: str) -> Address | None:
+    def _own_address(self, here: str) -> tuple[str, int] | None:
         if self._interface is not None:
             return address_of_interface(self._interface), 0
         others = sorted({node["address"] for node in self._nodes} - {here})
@@ -247,10 +247,10 @@ class _Actors:
 
     def __init__(self) -> None:
         self.ray: RayDriver | None = None
-        self.address: Address | None = None
+        self.address: tuple[str, int] | None = None
         self.places: dict[str, _BundleOfAgent] = {}
 
-    async def prepare(self, workers: Sequence[PlannedWorker]) -> Address | None:
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> tuple[str, int] | None:
         return self.address
 
     async def start(self, invitation: Invitation) -> _ActorProcess:

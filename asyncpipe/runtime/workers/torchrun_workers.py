@@ -13,7 +13,7 @@ from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import OptionError
 from asyncpipe.runtime.workers.agents import AgentProcess, Agents, FarProcess, by_host, shared_out
 from asyncpipe.runtime.workers.child_process import PROGRAM
-from asyncpipe.runtime.workers.launcher import Address, Invitation, PlannedWorker
+from asyncpipe.runtime.workers.launcher import Invitation, PlannedWorker
 from asyncpipe.runtime.workers.torchrun import Rank, RankHere, Rendezvous, rendezvous
 
 __all__ = ["TorchrunWorkers"]
@@ -53,7 +53,7 @@ class TorchrunWorkers:
         self._accelerators: Counter[str] = Counter()
         """By host: how many the workers have that name no host."""
 
-    async def prepare(self, workers: Sequence[PlannedWorker]) -> Address | None:
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> tuple[str, int] | None:
         """Wait for all ranks, and give each of ``workers`` a place."""
         self._ranks = await asyncio.to_thread(self._rendezvous.all_here, self._seconds)
         self._place([worker for worker in workers if worker.name not in self.seats])
@@ -98,7 +98,7 @@ class _Ranks:
     def __init__(self, met: Rendezvous) -> None:
         self._rendezvous = met
 
-    async def prepare(self, workers: Sequence[PlannedWorker]) -> Address | None:
+    async def prepare(self, workers: Sequence[PlannedWorker]) -> tuple[str, int] | None:
         """They are there."""
         return None if self._rendezvous.own.is_one_host else (self._rendezvous.address, 0)
 

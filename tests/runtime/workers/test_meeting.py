@@ -20,8 +20,9 @@ from thread_helpers import Threads, run_all
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.runtime.workers import entrance, tcp
+from asyncpipe.runtime.workers.door import Door
 from asyncpipe.runtime.workers.launcher import Address
-from asyncpipe.runtime.workers.meeting import Door, meet
+from asyncpipe.runtime.workers.meeting import meet
 
 HERE = "127.0.0.1"
 PAIR = (0, 1)
@@ -37,7 +38,7 @@ def leaves_nothing() -> Iterator[None]:
 
 def remote(door: Door) -> dict[int, Address]:
     assert door.remote is not None
-    return {door.me: door.remote}
+    return {1: door.remote}
 
 
 def begin(me: int, door: Door, addresses: dict[int, Address], **options: Any) -> dict[tuple[int, int], socket.socket]:
