@@ -1,7 +1,7 @@
 """Runs the rows of the table, or those that are named, and prints what each showed.
 
     python -m tests.campaigns.service                       # all, one after the other
-    python -m tests.campaigns.service greedy backup --figures service.md
+    python -m tests.campaigns.service greedy backup
 
 The exit status is 1 if one of them did not hold.
 """
@@ -48,7 +48,6 @@ def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())} (default: all)")
-    parser.add_argument("--figures", type=Path, metavar="FILE", help="add the table's lines to this file")
     args = parser.parse_args()
     if unknown := sorted(set(args.names) - set(names())):
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(names())}")
@@ -57,12 +56,8 @@ def main() -> int:
     for name in args.names or names():
         rows, seconds = rows_of(name)
         for row in rows:
-            line = f"| {row.what} | {row.figure} | {'yes' if row.held else '**no**'} | {seconds:.0f} |"
-            print(line, flush=True)
+            print(f"| {row.what} | {row.figure} | {'yes' if row.held else '**no**'} | {seconds:.0f} |", flush=True)
             held &= row.held
-            if args.figures is not None:
-                with args.figures.open("a") as file:
-                    file.write(line + "\n")
     return 0 if held else 1
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
-from killing import Served, curve, make_folder, newest_step, poll, same, serving
+from killing import curve, make_folder, newest_step, poll, same, serving
 
+from asyncpipe.service.client import JobClient
 from tests.campaigns.service import Row
 
 BACKUPS = 5
@@ -30,7 +33,7 @@ def run(folder: Path) -> list[Row]:
     with serving(first) as served:
         client = served.client()
         jobs = [client.submit(_job(name, seed), name)["id"] for seed, name in enumerate(("one", "two"))]
-        with _Load(served) as load:
+        with _load(client) as load:
             backups = []
             for number in range(BACKUPS):
                 wanted = chance.randint(5, STEPS // BACKUPS)
@@ -45,10 +48,10 @@ def run(folder: Path) -> list[Row]:
     problems = sum(found.problems for found in backups)
     figure = (
         f"{median(seconds):.1f} s (at most {max(seconds):.1f} s) for {size / 2**20:.1f} MiB, {submitted} jobs, "
-        f"{problems} warnings; {load.requests} requests meanwhile: p50 {load.at(0.5):.0f} ms, "
-        f"slowest {load.at(1):.0f} ms"
+        f"{problems} warnings; {len(load)} requests meanwhile: p50 {1000 * median(load):.0f} ms, "
+        f"slowest {1000 * max(load):.0f} ms"
     )
-    rows = [Row(f"{BACKUPS} backups of a service under load", figure, problems == 0 and not load.errors)]
+    rows = [Row(f"{BACKUPS} backups of a service under load", figure, problems == 0 and load[-1] == 0)]
 
     begun, tensors, equal = [], 0, 0
     for number, backup in enumerate(backups):
@@ -96,44 +99,25 @@ def _backed_up(service: Path, to: Path) -> _Backup:
     return _Backup(to, monotonic() - begun, errors.count("warning"))
 
 
-class _Load:
-    """A client that submits and cancels jobs one after the other, and measures how long requests take."""
+@contextmanager
+def _load(client: JobClient) -> Iterator[list[float]]:
+    """Jobs are submitted and cancelled during the block; yields the seconds of each request."""
+    over, seconds = threading.Event(), list[float]()
 
-    def __init__(self, served: Served) -> None:
-        self._client = served.client()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, daemon=True)
-        self._seconds: list[float] = []
-        self.errors: list[str] = []
-
-    def __enter__(self) -> _Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(60)
-
-    @property
-    def requests(self) -> int:
-        """How many there were."""
-        return len(self._seconds)
-
-    def at(self, quantile: float) -> float:
-        """Milliseconds of a request."""
-        return 1000 * sorted(self._seconds)[int(quantile * (len(self._seconds) - 1))]
-
-    def _go_on(self) -> None:
-        while not self._over.is_set():
-            try:
-                job = self._timed(lambda: self._client.submit(_job("extra", 9, 8)))["id"]
-                self._timed(lambda: self._client.cancel(job))  # noqa: B023
-            except Exception as error:  # noqa: BLE001 - becomes the row
-                self.errors.append(json.dumps(str(error)))
-            sleep(0.02)
-
-    def _timed(self, ask: Any) -> Any:
+    def timed(ask: Callable[[], Any]) -> Any:
         begun = monotonic()
         found = ask()
-        self._seconds.append(monotonic() - begun)
+        seconds.append(monotonic() - begun)
         return found
+
+    def go_on() -> None:
+        while not over.wait(0.02):
+            job = timed(lambda: client.submit(_job("extra", 9, 8)))["id"]
+            timed(partial(client.cancel, job))
+        seconds.append(0.0)  # No request has failed.
+
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    yield seconds
+    over.set()
+    thread.join(60)
