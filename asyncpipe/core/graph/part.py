@@ -86,13 +86,8 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
     awaited = list(_awaited(graph, is_own, number))
     lanes = {lane: position for position, lane in enumerate(lane for lane in graph.lanes if lane.device in own)}
     return Part(
-        graph=TaskGraph(
-            schedule=graph.schedule,
-            shape=graph.shape,
-            devices=graph.devices,
-            placement=graph.placement,
-            phase=graph.phase,
-            wiring=graph.wiring,
+        graph=replace(
+            graph,
             tasks=tuple([Task(position, *graph.tasks[task][1:]) for position, task in enumerate(whole)]),
             dependencies=_renumbered(graph.dependencies, whole, number),
             local_dependents=_renumbered(graph.local_dependents, whole, number),

@@ -129,24 +129,17 @@ class StageCosts:
             _check_row(f"seconds of {kind.value}", row, stages)
         if _B not in rows and _I in rows and _W in rows:
             rows[_B] = tuple(i + w for i, w in zip(rows[_I], rows[_W], strict=True))
-        if self.update is not None:
-            _check_row("update", self.update, stages)
-            object.__setattr__(self, "update", tuple(self.update))
-        if self.sums is not None:
-            _check_row("sums", self.sums, stages)
-            object.__setattr__(self, "sums", tuple(self.sums))
-        for name in ("kept", "kept_recomputed"):
-            if (moved := getattr(self, name)) is not None:
-                _check_row(name, moved, stages)
-                object.__setattr__(self, name, tuple(moved))
+        for name in ("update", "sums", "kept", "kept_recomputed"):
+            if (row := getattr(self, name)) is not None:
+                _check_row(name, row, stages)
+                object.__setattr__(self, name, tuple(row))
         _check_row("skips", tuple(self.skips.values()), len(self.skips))
         _check_row("tied", tuple(self.tied.values()), len(self.tied))
         _check_row("sent", self.sent, stages - 1)
         _check_row("latency", (self.latency,), 1)
-        if not self.bandwidth > 0:
-            raise OptionError(f"bandwidth must be more than 0 bytes per second, got {self.bandwidth}")
-        if not self.host_bandwidth > 0:
-            raise OptionError(f"host_bandwidth must be more than 0 bytes per second, got {self.host_bandwidth}")
+        for name, speed in (("bandwidth", self.bandwidth), ("host_bandwidth", self.host_bandwidth)):
+            if not speed > 0:
+                raise OptionError(f"{name} must be more than 0 bytes per second, got {speed}")
         object.__setattr__(self, "seconds", rows)
         object.__setattr__(self, "sent", tuple(self.sent))
 
@@ -157,10 +150,9 @@ class StageCosts:
             return row[task.stage]
         if task.kind is _C:
             return self.latency + self.size(task) / self.bandwidth
-        if task.kind is _U:
-            return 0.0 if self.update is None else self.update[task.stage]
-        if task.kind is _S:
-            return 0.0 if self.sums is None else self.sums[task.stage]
+        if task.kind in (_U, _S):
+            row = self.update if task.kind is _U else self.sums
+            return 0.0 if row is None else row[task.stage]
         if task.kind in COPY_KINDS:
             is_light = task.microbatch < self.recomputed and self.kept_recomputed is not None
             moved = self.kept_recomputed if is_light else self.kept

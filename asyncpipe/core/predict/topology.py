@@ -11,7 +11,7 @@ host every ordered pair of devices has a link of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -147,12 +147,7 @@ class Topology:
         by_name = {host.name: host for host in self.hosts}
         chosen = tuple(by_name[name] for name in hosts)
         left = {host.name for host in chosen}
-        return Topology(
-            chosen,
-            self.link,
-            self.inside,
-            {pair: link for pair, link in self.links.items() if pair <= left},
-        )
+        return replace(self, hosts=chosen, links={pair: link for pair, link in self.links.items() if pair <= left})
 
 
 @dataclass(frozen=True, slots=True)
