@@ -212,7 +212,7 @@ def serve_forks(connected: socket.socket, lifeline: int, entry: str) -> tuple[in
     # Or else the first collection in each worker would write to all that they share.
     gc.collect()
     gc.freeze()
-    with connected, _Children() as children:
+    with connected, _ForkedChildren() as children:
         poll = select.poll()
         poll.register(connected, select.POLLIN)
         poll.register(children.descriptor, select.POLLIN)
@@ -230,7 +230,7 @@ def serve_forks(connected: socket.socket, lifeline: int, entry: str) -> tuple[in
     os._exit(0)
 
 
-class _Children:
+class _ForkedChildren:
     """The children of this process, and whom to tell of each."""
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class _Children:
         self.descriptor, self._writer = os.pipe()
         """Can be read from when one may have ended."""
 
-    def __enter__(self) -> _Children:
+    def __enter__(self) -> _ForkedChildren:
         for descriptor in (self.descriptor, self._writer):
             os.set_blocking(descriptor, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -275,7 +275,7 @@ def _asked(connected: socket.socket) -> tuple[bytes, list[int]] | None:
     return (message, list(descriptors)) if message else None
 
 
-def _fork(children: _Children, message: bytes, descriptors: Sequence[int]) -> tuple[int, int] | None:
+def _fork(children: _ForkedChildren, message: bytes, descriptors: Sequence[int]) -> tuple[int, int] | None:
     """Fork a worker. In the worker, its two descriptors behind the standard ones."""
     *own, last = descriptors
     told = socket.socket(fileno=last)
