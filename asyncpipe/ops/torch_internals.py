@@ -133,7 +133,7 @@ INTERNALS = (
     Internals(
         "distributed.ProcessGroupGloo._Options .options._devices .options._threads .options._timeout",
         "a group of two for an edge, with an address, threads and a time limit of its own",
-        "test_large_tensors_on_their_own_and_others_together",
+        "test_large_messages_and_those_that_go_with_their_header",
         "none: edges between hosts raise",
     ),
     Internals(
