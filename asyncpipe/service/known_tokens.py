@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from pydantic import SecretStr
 
-from asyncpipe.observe.http_tokens import token_digest
-from asyncpipe.service.token_roles import SETTINGS_HOLDER, TOKENS, TokenRecord, TokenRole, read_tokens
+from asyncpipe.service.token_roles import SETTINGS_HOLDER, TOKENS, TokenRecord, TokenRole, read_tokens, token_digest
 
 __all__ = ["KnownTokens", "TokenHolder"]
 

@@ -13,6 +13,7 @@ that a service that runs sees the old or the new one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,6 @@ from secrets import token_urlsafe
 from typing import NamedTuple
 
 from asyncpipe.errors import AsyncpipeError, OptionError
-from asyncpipe.observe.http_tokens import token_digest
 
 __all__ = [
     "PREFIX",
@@ -35,6 +35,7 @@ __all__ = [
     "create_token",
     "read_tokens",
     "revoke_token",
+    "token_digest",
 ]
 
 TOKENS = "tokens.json"
@@ -74,6 +75,15 @@ class TokenRecord(NamedTuple):
 
 class TokenFileError(AsyncpipeError, RuntimeError):
     """The file of tokens cannot be read or written; the message says why."""
+
+
+def token_digest(token: bytes) -> bytes:
+    """What is kept and compared in place of ``token``: 32 bytes.
+
+    Digests have equal lengths, so comparing them tells nothing of a token's length. A fast hash is enough, since tokens
+    are random and long: nobody guesses one by trying.
+    """
+    return hashlib.sha256(token).digest()
 
 
 def read_tokens(folder: Path) -> tuple[TokenRecord, ...] | None:

@@ -13,13 +13,14 @@ names need no token. Each change and each refusal leaves a line in the audit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import base64
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncpipe.observe.http_hosts import is_own_page, own_host
-from asyncpipe.observe.http_tokens import CHALLENGES, sent_token
 from asyncpipe.service.http.audit import audit
 from asyncpipe.service.http.problems import Problem, answer
 from asyncpipe.service.known_tokens import KnownTokens, TokenHolder
@@ -30,6 +31,12 @@ __all__ = ["READING", "AccessControl", "holder_of", "still_known"]
 READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Methods that change nothing."""
 REFUSED = frozenset({401, 403, 421})
+REALM = "asyncpipe"
+CHALLENGES = (
+    ("WWW-Authenticate", f'Bearer realm="{REALM}"'),
+    ("WWW-Authenticate", f'Basic realm="{REALM}", charset="UTF-8"'),
+)
+"""Headers of a 401: how a token may be sent. Browsers ask for a password, which is the token."""
 OWN = frozenset({"", "same-origin", "none"})
 """Values of ``Sec-Fetch-Site`` that a change may have; ``same-site`` may be another port of the host, so foreign."""
 
@@ -88,6 +95,23 @@ class AccessControl:
         foreign = origin is not None and not is_own_page(origin, request.headers.get("Host", ""), self._hosts)
         if foreign or (request.method not in READING and site not in OWN):
             raise Problem(403, "foreign-page", "pages of other servers are refused")
+
+
+def sent_token(headers: Sequence[str]) -> bytes | None:
+    """The token that the values of ``Authorization`` carry: that of ``Bearer``, or the password of ``Basic``.
+
+    ``None`` unless the header was sent once, in one of these forms.
+    """
+    if len(headers) != 1:
+        return None
+    scheme, _, rest = headers[0].partition(" ")
+    shown = rest.strip().encode("latin-1", "replace")  # As headers are decoded.
+    if scheme.lower() == "bearer":
+        return shown
+    if scheme.lower() == "basic":
+        with suppress(ValueError):
+            return base64.b64decode(shown, validate=True).partition(b":")[2]
+    return None
 
 
 def holder_of(request: Request) -> TokenHolder | None:

@@ -213,7 +213,7 @@ class JobFiles:
             for part in parts:
                 sha256.update(part)
                 file.write(part)
-            file.flush()
+            file.seek(0)
             return OpenArtifact(name, _media(name), sha256.hexdigest(), file)
         except BaseException:
             file.close()
