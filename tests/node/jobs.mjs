@@ -14,14 +14,12 @@ const SIZES = [[400, 'dark'], [400, 'light'], [1280, 'dark'], [1280, 'light']];
 const look = page => page.evaluate(() => ({
   connection: document.getElementById('connection-text').textContent,
   about: document.getElementById('about').textContent,
-  notice: document.getElementById('notice').hidden ? '' : document.getElementById('notice-text').textContent,
-  sections: [...document.querySelectorAll('.group h2 .label')].map(label => label.textContent),
+  notice: document.getElementById('refused').hidden ? '' : document.getElementById('refused-text').textContent,
+  chips: [...document.querySelectorAll('#states button:not([hidden])')].map(chip => chip.textContent),
   rows: [...document.querySelectorAll('.job')].map(row => ({
-    name: row.querySelector('.name').textContent, section: row.closest('.group').querySelector('.label').textContent,
+    name: row.querySelector('.name').textContent,
     state: row.querySelector('.state').textContent, steps: row.querySelector('.done').textContent,
-    pace: row.querySelector('.pace').textContent, loss: row.querySelector('.loss span').textContent,
-    cause: row.querySelector('.cause').hidden ? '' : row.querySelector('.cause').textContent,
-    points: (row.querySelector('.spark .line')?.getAttribute('d') ?? '').split(/[ML]/).length - 1,
+    pace: row.querySelector('.pace').textContent, cause: row.querySelector('.cause').textContent,
     bar: row.querySelector('.bar > div').getBoundingClientRect().width,
     buttons: [...row.querySelectorAll('.buttons button')].map(button => button.dataset.act),
   })),
@@ -43,20 +41,13 @@ async function keys(page, facts) {
   await page.keyboard.press('Enter');
   await row(page, 'waits', '[data-state=queued]');
   await tabTo(page, on('Cancel', 'waits'));
+  facts.asked = [];
+  page.on('dialog', async dialog => {
+    facts.asked.push(dialog.message());
+    await (facts.asked.length === 1 ? dialog.dismiss() : dialog.accept());
+  });
   await page.keyboard.press('Enter');
-  await page.waitForSelector('dialog[open]', WAIT);
-  facts.dialog = [await focus(page)];
-  facts.dialogAudit = await audit(page);
-  for (let presses = 0; presses < 4; presses += 1) {
-    await page.keyboard.press('Tab');
-    facts.dialog.push(await focus(page));
-  }
-  await page.keyboard.press('Escape');
-  await page.waitForSelector('dialog:not([open])', WAIT);
   facts.kept = await focus(page);
-  await page.keyboard.press('Enter');
-  await page.waitForSelector('dialog[open]', WAIT);
-  await tabTo(page, at => at.id === 'confirm-yes', 5);
   await page.keyboard.press('Enter');
   await row(page, 'waits', '[data-state=cancelled]');
   facts.cancelled = await focus(page);
@@ -71,13 +62,12 @@ async function compare(page, facts) {
   facts.chosen = await page.$eval('#chosen-text', text => text.textContent);
   await page.focus('#chosen-compare');
   await page.keyboard.press('Enter');
-  await page.waitForFunction(() => document.querySelectorAll('#compare-chart .line').length === 2, WAIT);
-  await page.evaluate(() => document.getElementById('compare-chart').focus());
+  await page.waitForFunction(() => document.querySelectorAll('#compare-chart .u-series').length === 3, WAIT);
+  await page.focus('#compare-chart');
   await page.keyboard.press('End');
   facts.compared = await page.evaluate(() => ({
-    axes: [...document.querySelectorAll('#compare-chart .axis')].map(text => text.textContent),
-    names: [...document.querySelectorAll('#compare-legend a')].map(link => link.textContent),
-    said: document.getElementById('tip').textContent, place: location.search,
+    names: [...document.querySelectorAll('#compare-chart .u-label')].map(label => label.textContent),
+    said: document.querySelector('#compare-chart [role=status]').textContent, place: location.search,
   }));
   facts.compared.audit = await audit(page);
   if (pictures) await page.screenshot({ path: `${pictures}/compare.png` });
@@ -109,7 +99,7 @@ async function visit(page, facts, name) {
     await resize(page, width, scheme, pictures && `${pictures}/job-${facts[name].state}`);
     facts[name].audits.push(await audit(page));
   }
-  await Promise.all([page.waitForNavigation(), page.click('#back')]);
+  await Promise.all([page.waitForNavigation(), page.click('#nav a')]);
   await page.waitForSelector('#connection[data-state=live]', WAIT);
   facts[name].back = await page.evaluate(() => location.pathname + location.search);
 }
@@ -117,7 +107,7 @@ async function visit(page, facts, name) {
 await driven(chromium, profile, async (page, facts) => {
   await open(page, facts, url);
   await page.waitForSelector('#connection[data-state=live]', WAIT);
-  await page.waitForFunction(() => document.querySelectorAll('.spark .line').length > 1, WAIT);
+  await page.waitForSelector('.job', WAIT);
   facts.first = await look(page);
   facts.sizes = {};
   for (const [width, scheme] of SIZES) {
@@ -132,7 +122,7 @@ await driven(chromium, profile, async (page, facts) => {
   facts.watching = false;
   const pause = await row(page, 'runs', '[data-state=running]');
   await (await pause.$('[data-act=pause]')).click();
-  await page.waitForSelector('#notice:not([hidden])', WAIT);
+  await page.waitForSelector('#refused:not([hidden])', WAIT);
   facts.refused = await look(page);
   await page.click('#dismiss');
   facts.watching = true;
@@ -140,18 +130,13 @@ await driven(chromium, profile, async (page, facts) => {
   await page.waitForFunction(() => document.querySelectorAll('.job').length === 1, WAIT);
   facts.searched = await look(page);
   facts.searched.place = await page.evaluate(() => location.search);
-  await page.focus('#widen');
-  await page.keyboard.press('Enter');
+  await page.$eval('#text', text => { text.value = ''; text.dispatchEvent(new Event('input')); });
   await page.waitForFunction(() => document.querySelectorAll('.job').length > 5, WAIT);
-  await page.select('#sort', 'name');
-  await page.waitForFunction(() => [...document.querySelectorAll('.group')].at(-1).querySelector('.name').textContent !== 'waits', WAIT);
-  facts.sorted = await look(page);
-  await page.select('#sort', '');
   await compare(page, facts);
   await visit(page, facts, 'runs');
   await visit(page, facts, 'done');
   await page.evaluate(() => [...document.querySelectorAll('.states button')].find(chip => chip.dataset.state === 'failed').click());
-  await page.waitForFunction(() => document.querySelectorAll('.group').length === 1, WAIT);
+  await page.waitForFunction(() => document.querySelectorAll('.job').length === 1, WAIT);
   facts.failures = await look(page);
   await visit(page, facts, facts.failures.rows[0].name);
 });

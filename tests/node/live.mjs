@@ -30,7 +30,7 @@ const look = page => page.evaluate(() => {
     finding: text('finding'), starts: marks.map(mark => mark.firstElementChild.getAttribute('x')).join(),
     tasks: marks.length, kinds: [...new Set(marks.map(mark => mark.dataset.kind))].sort(),
     widest: Math.max(...marks.map(mark => mark.getBoundingClientRect().right)),
-    points: (document.querySelector('#curve .line')?.getAttribute('d') ?? '').split(/[ML]/).length - 1,
+    curve: document.querySelectorAll('#curve canvas').length,
     stages: [...document.querySelectorAll('#stages li')].map(row => row.innerText.replace(/\s+/g, ' ')),
     bars: [...document.querySelectorAll('#stages .bar')].map(bar => bar.firstElementChild.getBoundingClientRect().width),
     workers: [...document.querySelectorAll('#workers-rows tr')].map(row => row.innerText.replace(/\s+/g, ' ').trim()),
@@ -49,9 +49,9 @@ const widest = page => page.evaluate(() => {
 
 // Hovers over a task, then goes to the first one by key.
 async function point(page) {
-  const said = () => page.$eval('#tip', tip => tip.hidden ? '' : tip.textContent);
+  const said = () => page.$eval('#story', story => story.textContent);
   let hovered = '';
-  // Another step may be drawn between the look and the move; once pointed at, the timeline is held still.
+  // Another step may be drawn between the look and the move.
   for (let attempt = 0; attempt < 20 && !hovered; attempt += 1) {
     await page.mouse.move(...await widest(page));
     hovered = await said();
@@ -61,7 +61,10 @@ async function point(page) {
   await page.keyboard.press('ArrowRight');
   const keyed = await said();
   await page.keyboard.press('Escape');
-  return { hovered, keyed, after: await said() };
+  const after = await said();
+  await page.focus('#curve');
+  await page.keyboard.press('End');
+  return { hovered, keyed, after, read: await page.$eval('#curve [role=status]', status => status.textContent) };
 }
 
 async function resize(page, width, scheme) {
@@ -89,7 +92,7 @@ async function drive(page, facts) {
   facts.first = await look(page);
   await page.waitForFunction(before =>
     ['loss', 'about', 'seconds', 'rate'].every(id => document.getElementById(id).textContent !== before[id])
-    && (document.querySelector('#curve .line')?.getAttribute('d') ?? '').split(/[ML]/).length > 5,
+    && document.querySelector('#loss-spark .line').getAttribute('d').split('L').length > 5,
   WAIT, facts.first);
   facts.second = await look(page);
   for (const scheme of ['light', 'dark']) {

@@ -7,8 +7,9 @@ Read in this order:
 - ``feed.py``: ``LiveFeed``, which folds the view at most four times a second and sends the result to all pages
 - ``handlers.py``: the HTTP handlers, ``event_streams.py`` among them; ``server.py``: ``live_app`` and ``serve_live``,
   the way in for programs
-- ``live.html``, ``live.css``, ``live.js``: the page; ``charts.js``, ``timeline.js``, ``text.js``, ``page.css``: what
-  it has in common with the pages of a service
+- ``live.html``, ``live.css``, ``live.js``, ``timeline.js``: the page of a run, which is also the page of a job of a
+  service; ``charts.js``, ``text.js``, ``page.css``: what it shares with the list of jobs
+- ``vendor/``: uPlot, which draws the charts
 
 Imports ``core``, ``observe.metrics`` and ``observe.pictures``; starlette and uvicorn only when something is served.
 """

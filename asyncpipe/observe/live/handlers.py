@@ -27,8 +27,9 @@ __all__ = ["FILES", "HEADERS", "SecurityHeaders", "file_route", "file_routes", "
 
 FILES = {
     "/": ("live.html", "text/html"),
-    **{f"/{name}": (name, "text/css") for name in ("page.css", "live.css")},
-    **{f"/{name}": (name, "text/javascript") for name in ("live.js", "charts.js", "timeline.js", "text.js")},
+    **{f"/{name}": (name, "text/css") for name in ("page.css", "live.css", "vendor/uPlot.min.css")},
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("live", "charts", "timeline", "text")},
+    "/vendor/uPlot.iife.min.js": ("vendor/uPlot.iife.min.js", "text/javascript"),
 }
 HEADERS = {
     "Content-Security-Policy": (

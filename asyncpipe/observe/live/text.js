@@ -1,6 +1,26 @@
-// Numbers and times as text, the same on all pages.
+// What all pages use: elements, and numbers and times as text.
 
 export const $ = id => document.getElementById(id);
+
+// A new element with `text`, and with `attributes` if given.
+export function make(name, text = '', attributes = {}) {
+  const element = document.createElement(name);
+  element.textContent = text;
+  set(element, attributes);
+  return element;
+}
+
+export function set(element, attributes) {
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+}
+
+// Replaces what `list` shows by what `draw` returns, unless `data` is what it shows already.
+export function fill(list, data, draw) {
+  const shown = JSON.stringify(data);
+  if (list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
+  list.replaceChildren(...draw());
+}
 
 // Sets the text of an element. A screen reader tells every change of a status, also one to the same text.
 export function write(element, text) {

@@ -1,25 +1,35 @@
-// The timeline of a step, as SVG in pixels of the page.
+// The timeline of a step, as SVG in pixels of the page. A task's text is told below the picture, for the task under the
+// pointer or the one to which the arrow keys have gone; it stays told when the next step is drawn.
 
-import { add, set, tickText, ticks } from './charts.js';
-import { duration } from './text.js';
+import { duration, set, write } from './text.js';
 
 const ROW = 26, BAR = 6, BETWEEN = 9, AXIS = 22, CHARACTER = 6.6;
+
+// A new SVG element below `parent`.
+function add(parent, name, attributes = {}) {
+  const element = parent.appendChild(document.createElementNS('http://www.w3.org/2000/svg', name));
+  set(element, attributes);
+  return element;
+}
 
 // The elements of the tasks are reused from step to step, because steps are similar and only changed attributes need to
 // be set. There may be two thousand tasks, four times a second.
 export class Timeline {
-  constructor(svg) {
-    this.svg = svg;
+  constructor(svg, story) {
+    Object.assign(this, { svg, story, data: null, pool: [], order: [], chosen: -1 });
     this.lanes = add(svg, 'g');
-    this.group = add(svg, 'g');
-    this.pool = [];
-    this.data = null;
-    this.order = [];
+    this.tasks = add(svg, 'g');
+    const point = event => this.choose(+(event.target.closest('.task')?.dataset.index ?? -1));
+    svg.addEventListener('pointermove', point);
+    svg.addEventListener('pointerdown', point);
+    svg.addEventListener('pointerleave', event => { if (event.pointerType === 'mouse') this.choose(-1); });
+    svg.addEventListener('blur', () => this.choose(-1));
+    svg.addEventListener('keydown', event => this.go(event));
+    new ResizeObserver(() => this.redraw()).observe(svg.parentElement);
   }
 
   draw(timeline, devices) {
-    this.data = timeline;
-    this.devices = devices;
+    Object.assign(this, { data: timeline, devices });
     this.redraw();
   }
 
@@ -35,57 +45,63 @@ export class Timeline {
     for (const mark of this.pool.splice(data.tasks.length)) mark.group.remove();
     // The order in which the arrow keys go through the tasks: row by row.
     this.order = data.tasks.map((_, index) => index).sort((a, b) => data.tasks[a][0] - data.tasks[b][0] || a - b);
+    this.choose(this.chosen);
   }
 
   drawLanes(width, left, pitch, height) {
-    const { data, lanes } = this;
+    const { data, lanes } = this, most = Math.floor((left - 6) / CHARACTER);
     lanes.replaceChildren();
     data.rows.forEach((name, row) => {
       const y = row * pitch;
       add(lanes, 'rect', { class: 'lane', x: left, y, width: width - left, height: ROW, rx: 3 });
-      add(lanes, 'text', { class: 'name', x: 0, y: y + 12 }).textContent = clipped(name, left - 6);
+      const clipped = name.length > most ? `${name.slice(0, most - 1)}…` : name;
+      add(lanes, 'text', { class: 'name', x: 0, y: y + 12 }).textContent = clipped;
       add(lanes, 'text', { x: 0, y: y + 25 }).textContent = `${Math.round(this.devices[row].busy * 100)} % busy`;
     });
-    const span = data.seconds * 1e3, unit = span >= 1000 ? [1e3, 's'] : span >= 1 ? [1, 'ms'] : [1e-3, 'µs'];
-    const found = ticks(0, span / unit[0], (width - left) / 90), step = found[1] - found[0] || 1;
-    for (const tick of found) {
-      const x = left + tick * unit[0] / span * (width - left - 1);
+    for (const share of [0, 0.25, 0.5, 0.75, 1]) {
+      const x = left + share * (width - left - 1), anchor = share === 1 ? 'end' : share ? 'middle' : 'start';
       add(lanes, 'line', { class: 'tick', x1: x, x2: x, y1: 0, y2: height - AXIS + 3 });
-      const anchor = x > width - 24 ? 'end' : tick ? 'middle' : 'start';
-      add(lanes, 'text', { x, y: height - 5, 'text-anchor': anchor })
-        .textContent = tick ? `${tickText(tick, step)} ${unit[1]}` : '0';
+      const text = add(lanes, 'text', { x, y: height - 5, 'text-anchor': anchor });
+      text.textContent = share ? duration(share * data.seconds) : '0';
     }
   }
 
   drawTask([row, start, end, kind, label, stage], index, left, scale, pitch) {
     const mark = this.pool[index] ?? this.newMark(index);
     const copy = 'COL'.includes(kind), x = left + start * scale, width = Math.max((end - start) * scale - 0.7, 1);
-    const y = row * pitch + (copy ? ROW + 2 : 0), tint = this.data.tint[stage];
-    set(mark.rect, { x: x.toFixed(2), y, width: width.toFixed(2), height: copy ? BAR : ROW, rx: width > 6 ? 2 : 0 });
-    mark.rect.setAttribute('fill', this.data.colours[kind][tint]);
+    const y = row * pitch + (copy ? ROW + 2 : 0), fill = this.data.colours[kind][this.data.tint[stage]];
+    set(mark.rect, { x: x.toFixed(2), y, width: width.toFixed(2), height: copy ? BAR : ROW, fill });
     mark.group.dataset.kind = kind;
     const text = !copy && width > label.length * CHARACTER + 2 ? label : '';
     if (text) set(mark.text, { x: (x + width / 2).toFixed(2), y: y + ROW / 2 + 4 });
-    if (mark.text.textContent !== text) mark.text.textContent = text;
+    write(mark.text, text);
   }
 
   newMark(index) {
-    const group = add(this.group, 'g', { class: 'task', 'data-index': index });
+    const group = add(this.tasks, 'g', { class: 'task', 'data-index': index });
     return this.pool[index] = { group, rect: add(group, 'rect'), text: add(group, 'text') };
   }
 
-  // The text for the task under the pointer.
-  story(index) {
-    const [row, start, end, kind, , stage, microbatch, source] = this.data.tasks[index];
+  go(event) {
+    const way = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    if (event.key === 'Escape') this.choose(-1);
+    if (!way || !this.order.length) return;
+    event.preventDefault();
+    const at = this.order.indexOf(this.chosen), last = this.order.length - 1;
+    this.choose(this.order[at < 0 ? (way > 0 ? 0 : last) : Math.min(Math.max(at + way, 0), last)]);
+  }
+
+  choose(index) {
+    this.pool[this.chosen]?.group.classList.remove('chosen');
+    this.chosen = index in this.pool ? index : -1;
+    this.pool[this.chosen]?.group.classList.add('chosen');
+    write(this.story, this.chosen < 0 ? '' : this.told(this.data.tasks[index]));
+  }
+
+  told([row, start, end, kind, , stage, microbatch, source]) {
     const which = microbatch === null ? '' : `, micro-batch ${microbatch}`;
     const where = source === null ? `stage ${stage}` : `stage ${source} to ${stage}`;
-    const digits = this.data.seconds >= 10 ? 0 : this.data.seconds >= 0.1 ? 1 : 3;
-    const ran = `${duration((end - start) / 1e3)}, from ${start.toFixed(digits)} to ${end.toFixed(digits)} ms`;
-    return `${this.data.kinds[kind]}${which}\n${where} on ${this.data.rows[row]}\n${ran}`;
+    const ran = `${duration((end - start) / 1e3)}, from ${duration(start / 1e3)} to ${duration(end / 1e3)}`;
+    return `${this.data.kinds[kind]}${which}: ${where} on ${this.data.rows[row]}, ${ran}`;
   }
-}
-
-function clipped(text, width) {
-  const most = Math.floor(width / CHARACTER);
-  return text.length <= most ? text : `${text.slice(0, most - 1)}…`;
 }

@@ -1,13 +1,14 @@
 """Pages for people: all jobs at ``/``, and the page of each job at ``/jobs/ID/``; their files are in ``web/``.
 
-The list is made in the browser from the API. The page of a job is the live page (``observe/live``) with what the API
-says of the job around it. It needs a feed, which encodes the view of its job; a job that somebody watches has one.
-Feeds that nobody watches are closed when there are more than ``MOST_FEEDS``.
+The list is made in the browser from the API. The page of a job is the live page (``observe/live``), around which
+``web/job.js`` shows what the API says of the job. It needs a feed, which encodes the view of its job; a job that
+somebody watches has one. Feeds that nobody watches are closed when there are more than ``MOST_FEEDS``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from functools import partial
 from typing import NamedTuple
@@ -30,10 +31,10 @@ __all__ = ["Pages"]
 MOST_FEEDS = 4
 """Feeds beyond this number are closed if nobody watches; each has a thread, which mostly sleeps."""
 LIVE = "asyncpipe.observe.live"
-SCRIPTS = ("actions", "api", "compare", "filters", "job", "jobs", "list", "pace", "workers")
+SCRIPTS = ("actions", "api", "compare", "job", "jobs", "workers")
 OWN_FILES = {
     "/": ("web/jobs.html", "text/html"),
-    **{f"/{name}.css": (f"web/{name}.css", "text/css") for name in ("job", "jobs")},
+    "/jobs.css": ("web/jobs.css", "text/css"),
     **{f"/{name}.js": (f"web/{name}.js", "text/javascript") for name in SCRIPTS},
 }
 SHARED_FILES = {path: file for path, file in FILES.items() if path != "/"}
@@ -127,7 +128,6 @@ class _JobFeed(NamedTuple):
 
 
 def job_page() -> str:
-    """The page of a job: its own frame, and the parts of the live page in it."""
-    live, frame = file_text(LIVE, "live.html"), file_text(__package__ or "", "web/job.html")
-    main = live[live.index("<main>") : live.index("</main>") + len("</main>")]
-    return frame.replace("<!-- main -->", main)
+    """The live page with the script of its job; its files are two folders above it."""
+    page = file_text(LIVE, "live.html").replace("</head>", '<script src="job.js" type="module"></script>\n</head>')
+    return re.sub(r'(href|src)="(?=[\w/.]+\.(css|js)")', r'\1="../../', page)

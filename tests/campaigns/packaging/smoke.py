@@ -15,8 +15,8 @@ import asyncpipe
 
 PROGRAM = Path(sys.executable).with_name("asyncpipe")
 PAGES = {
-    "observe/live": ("live.css", "live.html", "live.js", "charts.js"),
-    "service/http/web": ("job.html", "jobs.css", "jobs.html", "jobs.js"),
+    "observe/live": ("live.css", "live.html", "live.js", "charts.js", "vendor/uPlot.iife.min.js", "vendor/LICENSE"),
+    "service/http/web": ("job.js", "jobs.css", "jobs.html", "jobs.js"),
     "observe/pictures": ("comparison.html",),
 }
 
