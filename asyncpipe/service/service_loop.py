@@ -31,13 +31,10 @@ class ServiceDrainingError(AsyncpipeError, RuntimeError):
 
 
 class ServiceLoop:
-    """The loop of one service: one in a thread of its own, or that of who opens it. Opens and closes once."""
+    """The loop of one service, in a thread of its own. Opens and closes once."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._portal: Portal | None = None
-        self._requests: set[asyncio.Task[Any]] = set()
-        """Requests of callers on the loop itself that have not ended."""
         self._calls: set[Future[Any]] = set()
         """Calls from other loops that have not ended."""
         self._calling = Lock()
@@ -48,23 +45,14 @@ class ServiceLoop:
     @property
     def is_open(self) -> bool:
         """Whether it was opened, also if it is closed by now."""
-        return self._loop is not None
+        return self._portal is not None
 
-    @property
-    def requests(self) -> int:
-        """How many requests of callers on the loop itself have not ended."""
-        return len(self._requests)
-
-    def open(self, *, own: bool) -> None:
-        """Take the running loop, or start one in a thread if ``own``."""
-        if own:
-            self._portal = Portal()
-            self._loop = self._portal.loop
-        else:
-            self._loop = asyncio.get_running_loop()
+    def open(self) -> None:
+        """Start the loop."""
+        self._portal = Portal()
 
     async def close(self) -> None:
-        """Take no more calls, wait for those that are under way, and end a loop of its own."""
+        """Take no more calls, wait for those that are under way, and end the loop."""
         with self._calling:
             self._is_closed = True
             calls = [asyncio.wrap_future(call) for call in self._calls]
@@ -77,18 +65,11 @@ class ServiceLoop:
     # Asking
 
     async def do(self, request: Coroutine[Any, Any, _T]) -> _T:
-        """Carry out ``request`` on the loop, also if the caller is cancelled meanwhile."""
-        if asyncio.get_running_loop() is self._loop:
-            task = asyncio.create_task(request)
-            self._requests.add(task)
-            task.add_done_callback(self._requests.discard)
-            return await asyncio.shield(task)
+        """Carry out ``request`` on the loop, for a caller on another one, also if the caller is cancelled meanwhile."""
         return await asyncio.shield(asyncio.wrap_future(self._call(request).future))
 
     async def hop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Await ``coroutine`` on the loop; a cancellation of the caller cancels it."""
-        if asyncio.get_running_loop() is self._loop:
-            return await coroutine
+        """Await ``coroutine`` on the loop, for a caller on another one, whose cancellation cancels it."""
         call = self._call(coroutine)
         future = asyncio.wrap_future(call.future)
         try:
@@ -103,19 +84,14 @@ class ServiceLoop:
             # collector.
             del call, future
 
-    async def finish_requests(self) -> None:
-        """Wait for the requests of callers on the loop itself. On the loop."""
-        if self._requests:
-            await asyncio.wait(self._requests)
-
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
         """Start ``coroutine`` on the loop, from another one."""
-        assert self._loop is not None
+        assert self._portal is not None
         with self._calling:
             if self._is_closed:
                 coroutine.close()
                 raise ServiceDrainingError("the service is closed")
-            call = PortalCall(self._loop, coroutine)
+            call = PortalCall(self._portal.loop, coroutine)
             self._calls.add(call.future)
             call.future.add_done_callback(self._calls.discard)
             call.start()
@@ -134,10 +110,5 @@ class ServiceLoop:
             self._beating.cancel()
 
     def silence(self) -> float:
-        """Seconds since the loop is known to have run; 0 for a caller on it. From any thread."""
-        try:
-            if asyncio.get_running_loop() is self._loop:
-                return 0.0
-        except RuntimeError:
-            pass
+        """Seconds since the loop is known to have run. From any thread."""
         return time.monotonic() - self._last_beat

@@ -10,8 +10,8 @@
     the host's loop ── submit, pause … ──▶ TrainingService ──hop──▶ the service's loop: Manager, DevicePool
                     ── status ───────────▶ (plain values)               ▲ a timer there shows that the loop runs
 
-The service's loop runs in a thread of its own unless ``settings.loop`` says otherwise, so a blocking handler of the
-host does not stop training. Methods may be called from any loop. A caller that is cancelled does not learn the result
+The service's loop runs in a thread of its own, so a blocking handler of the host does not stop training. Methods may be
+called from any other loop. A caller that is cancelled does not learn the result
 of a request that changes a job; the request is carried out nevertheless.
 """
 
@@ -106,7 +106,7 @@ class TrainingService(JobReading):
     async def __aenter__(self) -> TrainingService:
         if self.loop.is_open:
             raise ServiceDrainingError("a service opens once; make a new one")
-        self.loop.open(own=self.settings.loop == "own")
+        self.loop.open()
         try:
             await self.loop.hop(self._open())
         except BaseException:
@@ -150,7 +150,6 @@ class TrainingService(JobReading):
     async def _close(self) -> None:
         try:
             await self._stack.aclose()
-            await self.loop.finish_requests()
         finally:
             self.loop.beat_no_more()
 

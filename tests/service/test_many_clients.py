@@ -176,7 +176,6 @@ async def finished(service: TrainingService) -> None:
     assert not manager.logs._turns
     assert not manager.measuring.peaks
     assert not manager.failures
-    assert not service.loop.requests
     driver = manager.pool.driver
     assert driver.scheduler.idle
     assert not driver._under_way

@@ -95,9 +95,8 @@ async def alone(folder: Path, **changed: object) -> list[tuple[int, float, float
         return await curve(opened, record.id)
 
 
-@pytest.mark.parametrize("loop", ["own", "running"])
-async def test_a_job_trains_to_its_end(tmp_path, loop):
-    async with service(tmp_path, loop=loop) as opened:
+async def test_a_job_trains_to_its_end(tmp_path):
+    async with service(tmp_path) as opened:
         assert opened.status().ready
         record, new = await opened.submit(job(), "key")
         assert new

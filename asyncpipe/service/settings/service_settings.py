@@ -144,8 +144,6 @@ class ServiceSettings(FolderSettings):
     """how many times longer than before a task runs that counts as hung; must be a number of at least 1"""
     watchdog_floor: types.Seconds = 60.0
     """how long every task may run; must be a number of seconds above 0"""
-    loop: Literal["own", "running"] = "own"
-    """whether training has an event loop of its own, which a blocking handler cannot delay; must be own or running"""
 
     address: str = Field(default="127.0.0.1", min_length=1)
     """where the API listens, which others reach only if there is a token; must be an address"""

@@ -29,9 +29,18 @@ pytestmark = [pytest.mark.usefixtures("no_leaks")]
 @asynccontextmanager
 async def service(folder: Path) -> AsyncIterator[tuple[TrainingService, Fakes]]:
     fakes = Fakes()
-    settings = make_settings(folder, loop="running", max_running=1)
+    settings = make_settings(folder, max_running=1)
     async with TrainingService(settings, entries=Entries({ENTRY: mlp}), make_trainer=fakes) as opened:
         yield opened, fakes
+
+
+async def go(opened: TrainingService, fakes: Fakes, steps: int | None = None) -> None:
+    """Have the training do its steps, or all of them, on the loop that it is on."""
+
+    async def going() -> None:
+        fakes["job"].go() if steps is None else fakes["job"].go(steps)
+
+    await opened.loop.hop(going())
 
 
 async def comes(opened: TrainingService, job: str, state: JobState) -> JobRecord:
@@ -45,7 +54,7 @@ async def cancelled(opened: TrainingService, fakes: Fakes, steps: int = 4) -> Jo
     record, _ = await opened.submit(submission(snapshots={"every": 2}))
     if steps:
         await until(lambda: fakes.made["job"])
-        fakes["job"].go(steps)
+        await go(opened, fakes, steps)
         while (await opened.get(record.id)).snapshot != f"step-{steps}":
             pass
     await opened.cancel(record.id)
@@ -70,7 +79,7 @@ async def test_a_retried_job_goes_on_from_the_snapshot_that_was_said_with_what_w
         assert snapshot_steps(folder) == [2]
         assert (folder / "snapshots" / "step-4.replaced").is_dir()
         assert (await opened.get(job)).from_step is None
-        fakes["job"].go()
+        await go(opened, fakes)
         await comes(opened, job, JobState.FINISHED)
         with pytest.raises(JobStateError, match="that state is final"):
             await opened.retry(job)

@@ -64,7 +64,6 @@ def test_what_is_not_said_has_a_default(monkeypatch):
     assert (settings.max_running, settings.max_queued, settings.max_body) == (4, 1000, 131072)
     assert settings.memory_limit == {}
     assert settings.token is None
-    assert settings.loop == "own"
 
 
 def test_a_file_is_read_where_it_is_named(file, monkeypatch):
@@ -107,7 +106,6 @@ def test_an_allow_list_replaces_the_one_below_and_adds_nothing_to_it(file, monke
         ("METRICS_PORT", "0", 0),
         ("MAX_BODY", "1 MiB", 1024**2),
         ("GRACE_SECONDS", "2.5", 2.5),
-        ("LOOP", "running", "running"),
     ],
 )
 def test_the_environment_says_lists_and_tables_as_text_or_json(key, text, value, monkeypatch):
@@ -151,7 +149,7 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("grace_seconds", float("nan"), ["must be a number of seconds above 0"]),
     ("watchdog_factor", 0.5, ["must be a number of at least 1"]),
     ("max_body", "lots", ["must be a number of bytes"]),
-    ("loop", "other", ['must be own or running, got "other"']),
+    ("workers", "other", ['must be threads, processes, ray or torchrun, got "other"']),
     ("hosts", ["http://a"], ["hosts: must be a list of host names without scheme"]),
     ("address", "", ["must be an address"]),
     ("memory_limit", {"cpu:7": 1}, ["memory_limit: cpu:7: not among the devices cpu:0, cpu:1"]),
