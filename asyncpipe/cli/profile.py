@@ -101,9 +101,10 @@ def _table(profile: Profile, microbatches: int) -> str:
     found = profile.measurement(microbatches)
     rows = []
     kept = profile.memory([1] * len(profile.layers), microbatches).saved
-    for layer, costs, held in zip(profile.layers, found.layers, kept, strict=True):
+    for number, (layer, costs, held) in enumerate(zip(profile.layers, found.layers, kept, strict=True)):
         seconds = (costs.forward, costs.recompute, costs.backward, costs.input_gradient, costs.weight_gradient)
-        sizes = (held, costs.output, layer.parameters)
+        sent = sum(tensor.size for tensor in found.sent if tensor.source == number)
+        sizes = (held, sent, layer.parameters)
         rows.append(
             [layer.name, *(f"{1e3 * each:.3f}" for each in seconds), *(f"{each / 1024:,.1f}" for each in sizes)]
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -29,7 +29,6 @@ from asyncpipe.core.hosts import DeviceName
 from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.core.predict.layer_profile import (
     PARAMETER_SCALE,
-    LayerCosts,
     Measurement,
     Profile,
     ProfiledLayer,
@@ -181,13 +180,6 @@ def _named_layers(model: nn.Module | Sequence[nn.Module] | StagedModel | StageFa
     return {f"{name} {type(part).__name__}": part for name, part in as_sequential(model)._modules.items()}
 
 
-_COUNTED = tuple(each.name for each in fields(LayerCosts) if each.type == "Bytes")
-
-
-def _as_dicts(sizes: Sequence[LayerBytes]) -> list[dict[str, int]]:
-    return [{name: getattr(each, name) for name in _COUNTED} for each in sizes]
-
-
 def _check_microbatches(microbatches: int, sample: SampleBatch) -> None:
     check_positive("microbatches", microbatches, MicrobatchError)
     sizes = cut(sample.x, microbatches, dim=sample.batch_dim, name="the sample").with_samples("the sample").sizes
@@ -273,7 +265,7 @@ class Measuring:
                 combine(
                     fine,
                     self._coarse_steps[number],
-                    _as_dicts(self._sizes[number]),
+                    [each.saved for each in self._sizes[number]],
                     instant=instant,
                     sent=travelling(self._sizes[number]),
                     added=self._added,

@@ -123,7 +123,6 @@ def test_a_profile_has_every_layer_for_every_number(profile):
     assert found.devices == ("cpu:0", "cpu:1")
     # Micro-batches of two samples: the first layer keeps its input, Tanh its output, the loss what it is given.
     sizes = found.measurement(4).layers
-    assert [layer.output for layer in sizes] == [64, 64, 64, 64, 0]
     assert [layer.saved for layer in sizes] == [0, 64, 0, 64, 24]
     for number, size in ((4, 64), (2, 128)):
         wanted = chain(size * 3 // 4, *[size] * 4, 0, saved_by={0: (0,), 2: (1, 2), 4: (3, 4)})

@@ -23,7 +23,7 @@ from asyncpipe.core.predict.layer_profile import (
 from asyncpipe.core.predict.topology import NetworkLink, Topology
 from asyncpipe.errors import ProfileError, TopologyError
 
-LAYERS = tuple(LayerCosts(1.0, 1.0, 1.5, 4.0, 3.0, 2.0, 20, 20) for _ in range(3))
+LAYERS = tuple(LayerCosts(1.0, 1.0, 1.5, 4.0, 3.0, 2.0, 20) for _ in range(3))
 MEASURED = Measurement(LAYERS, {"F": 0.5, "B": 1.0}, step=0.5, latency=0.25, bandwidth=80.0)
 PROFILE = Profile(
     layers=tuple(ProfiledLayer(name, 100, 40) for name in "abc"),

@@ -261,7 +261,7 @@ def test_the_documented_picture_is_what_its_command_makes(capsys: Output, tmp_pa
 # Profiles
 
 
-def layer(seconds: float, sent: int, recompute: float | None = None) -> LayerCosts:
+def layer(seconds: float, recompute: float | None = None) -> LayerCosts:
     return LayerCosts(
         forward=seconds,
         light_forward=seconds / 2,
@@ -270,7 +270,6 @@ def layer(seconds: float, sent: int, recompute: float | None = None) -> LayerCos
         input_gradient=seconds,
         weight_gradient=seconds,
         saved=0,
-        output=sent,
     )
 
 
@@ -278,7 +277,7 @@ def layer(seconds: float, sent: int, recompute: float | None = None) -> LayerCos
 def profile(tmp_path: Path) -> Path:
     """Three layers, of 1, 1 and 2 seconds; 2 kB between them; a copy takes 0.5 s and 1 s per 1024 bytes."""
     measured = Measurement(
-        (layer(1, 2048), layer(1, 2048), layer(2, 0)),
+        (layer(1), layer(1), layer(2)),
         {},
         step=0.25,
         latency=0.5,
@@ -318,7 +317,7 @@ def test_without_a_balance_stages_take_equally_long(capsys: Output, profile: Pat
 
 def test_recomputation_counts_for_the_balance(capsys: Output, tmp_path: Path) -> None:
     """Layers take 4, 4 and 8 s; where they are recomputed, 23.5, 3.5 and 7 s."""
-    measured = Measurement((layer(1, 0, 20), layer(1, 0, 0), layer(2, 0, 0)), {}, step=0, latency=0, bandwidth=inf)
+    measured = Measurement((layer(1, 20), layer(1, 0), layer(2, 0)), {}, step=0, latency=0, bandwidth=inf)
     path = tmp_path / "model.json"
     write_profile(Profile(tuple(ProfiledLayer(name, 0, 0) for name in "abc"), (), {1: measured}), path)
     line = f"gpipe --stages 2 --microbatches 1 --profile {path}"
@@ -328,7 +327,7 @@ def test_recomputation_counts_for_the_balance(capsys: Output, tmp_path: Path) ->
 
 def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Path) -> None:
     """Two layers that exchange nothing run at the same time."""
-    measured = Measurement((layer(1, 0), layer(1, 0)), {}, step=0, latency=0, bandwidth=inf)
+    measured = Measurement((layer(1), layer(1)), {}, step=0, latency=0, bandwidth=inf)
     path = tmp_path / "apart.json"
     write_profile(Profile((ProfiledLayer("a", 0, 0), ProfiledLayer("b", 0, 0)), (), {1: measured}), path)
     assert found(capsys, f"gpipe --stages 2 --microbatches 1 --profile {path}")["makespan"] == 4

@@ -4,8 +4,8 @@ Each layer was measured as a stage of its own. A stage of several layers takes t
 of one task. It keeps what its layers save for the backward; a tensor between two layers counts once::
 
     layer           seconds, without the overhead of a task      bytes
-    0 Linear        F B I W R                                    saved │ output
-    1 ReLU          F B I W R                                    saved │ output
+    0 Linear        F B I W R                                    saved
+    1 ReLU          F B I W R                                    saved
     ─ stage ─       overhead(kind) + sum                         input + Σ saved, shared tensors once + output
 
 Tensors that travel are known one by one (``SentTensor``), and so are parameters that several layers share
@@ -87,8 +87,6 @@ class LayerCosts:
     weight_gradient: Seconds
     saved: Bytes
     """Bytes that its forward saves for its backward, without its input; with its output, if that is saved."""
-    output: Bytes
-    """Bytes of its output."""
 
     def seconds(self, kind: TaskKind, checkpoint: CheckpointMode) -> float:
         """Its share of a task of ``kind``. With ``except_last``, the last micro-batch counts like the others."""
@@ -288,9 +286,9 @@ class Profile:
         return [sum(layer.seconds(kind, checkpoint) for kind in kinds) for layer in layers]
 
     def message_size(self, microbatches: int) -> float:
-        """The bytes that a layer sends on for one micro-batch, as a mean over the layers but the last."""
-        sent = [layer.output for layer in self.measurement(microbatches).layers]
-        return fmean(sent[:-1] or sent)
+        """The bytes that a layer sends another one for one micro-batch, as a mean over those that send any."""
+        sizes = message_sizes(self.measurement(microbatches).sent, range(len(self.layers)))
+        return fmean(sizes.values() or [0.0])
 
     def layer_bytes(self, microbatches: int, parameter_scale: float = PARAMETER_SCALE) -> list[int]:
         """The bytes of each layer for one micro-batch and its parameters."""

@@ -71,7 +71,7 @@ def layer_seconds(step: MeasuredStep) -> list[float]:
 def combine(
     fine: StepsByVariant,
     coarse: StepsByVariant,
-    sizes: Sequence[Mapping[str, int]],
+    saved: Sequence[int],
     *,
     instant: bool,
     sent: Sequence[SentTensor],
@@ -79,7 +79,7 @@ def combine(
 ) -> Measurement:
     """The costs that follow from fine and coarse steps.
 
-    ``sizes`` are the bytes of each layer, by the names of ``LayerCosts``. ``instant`` says that tensors are passed
+    ``saved`` are the bytes of each layer (``LayerCosts.saved``). ``instant`` says that tensors are passed
     between devices without a copy. Steps of the variant ``kept`` are required. Without steps of ``recomputed``, a
     recomputation costs a forward; without steps of ``split``, I and W cost half a backward each. ``sent`` is what
     travels, and ``added`` how many bytes of tied parameters' gradients a coarse step adds to others.
@@ -97,14 +97,14 @@ def combine(
     else:
         inputs = weights = [seconds / 2 for seconds in backward]
         o_half = o_backward
-    rows = zip(forward, light, again, backward, inputs, weights, sizes, strict=True)
     gap, handoff = _waits(coarse[StepVariant.KEPT])
     stretch = _stretch(coarse, gap, max(0.0, handoff - gap))
-    messages = message_sizes(sent, range(len(sizes)))
+    messages = message_sizes(sent, range(len(saved)))
     copying, bandwidth = (0.0, inf) if instant else _transfers(fine[StepVariant.KEPT], messages)
+    columns = [[stretch * each for each in row] for row in (forward, light, again, backward, inputs, weights)]
     kinds = zip((_F, _R, _B, _I, _W), (o_forward, o_again, o_backward, o_half, o_half), strict=True)
     return Measurement(
-        layers=tuple(LayerCosts(*(stretch * each for each in seconds), **of) for *seconds, of in rows),
+        layers=tuple(map(LayerCosts, *columns, saved)),
         overhead={kind.value: stretch * (overhead + gap) for kind, overhead in kinds},
         step=max(0.0, median(step.seconds - report(step.record).seconds for step in coarse[StepVariant.KEPT])),
         latency=stretch * max(0.0, handoff - gap - copying),

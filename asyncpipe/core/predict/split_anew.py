@@ -60,7 +60,6 @@ def profile_of_stages(steps: Sequence[MeasuredStep], balance: Sequence[int], wei
                 input_gradient=first * weight / total,
                 weight_gradient=second * weight / total,
                 saved=0,
-                output=0,
             )
             for weight in mine
         ]

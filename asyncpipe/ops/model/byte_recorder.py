@@ -3,7 +3,7 @@
 Autograd's saved-tensor hooks see what is saved. They are thread-local, so they are set around each call of a stage, on
 the thread that runs it. Each storage counts once; those of parameters and buffers do not count::
 
-    received ──▶ [ stage: what autograd saves ] ──▶ sent        saved (without what was received), output
+    received ──▶ [ stage: what autograd saves ] ──▶ sent        saved (without what was received)
 
 ``travelling`` says which tensors go from layer to layer: those that one sends are, one by one, those that the other
 receives, even where they were copied to another device in between; and which of them a layer saves.
@@ -43,7 +43,6 @@ class LayerBytes:
     inner: bool
     """Whether its input gets a gradient."""
     saved: int
-    output: int
     received: Mapping[int, Sequence[TensorBytes]]
     """By source, in the order in which it sends them."""
     sent: Mapping[int, Sequence[TensorBytes]]
@@ -112,11 +111,10 @@ class _StageRecording:
         self._hooks.__exit__(None, None, None)
         self._hooks = None
         # A micro-batch is a view of the caller's batch.
-        own = self._saved.keys() - _sizes(args).keys()
+        own = self._saved.keys() - _addresses(args)
         self.bytes = LayerBytes(
             inner=any(tensor.requires_grad for tensor in tensors_of(args)),
             saved=sum(self._saved[address] for address in own),
-            output=sum(_sizes(sent).values()),
             received={source: _each(value, self._saved.keys()) for source, value in args[0].items()},
             sent={user: _each(value, own) for user, value in (sent or {}).items()},
         )
@@ -129,11 +127,10 @@ class _StageRecording:
             return
         self._counts_loss = False
         targets = args[1:]
-        before = self._saved.keys() | _sizes([targets, kwargs]).keys()
+        before = self._saved.keys() | _addresses([targets, kwargs])
         with saved_tensors_hooks(self._keep, lambda kept: kept):
             yield
         self.bytes.saved += sum(size for address, size in self._saved.items() if address not in before)
-        self.bytes.output = 0
         self.bytes.sent = {}
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -144,12 +141,9 @@ class _StageRecording:
         return tensor.detach()
 
 
-def _sizes(value: Any) -> dict[int, int]:
-    """The bytes of the tensors in ``value`` by the address of their storage, each storage once."""
-    sizes: dict[int, int] = {}
-    for address, size, _ in _each(value, ()):
-        sizes[address] = max(size, sizes.get(address, 0))
-    return sizes
+def _addresses(value: Any) -> set[int]:
+    """Of the memory of the tensors in ``value``."""
+    return set(map(_address, tensors_of(value)))
 
 
 def _each(value: Any, saved: Collection[int]) -> list[TensorBytes]:

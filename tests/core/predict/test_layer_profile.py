@@ -34,17 +34,16 @@ from asyncpipe.errors import BalanceError, ProfileError
 OVERHEAD = {"F": 0.5, "R": 0.25, "B": 1.0, "I": 0.75, "W": 0.125}
 
 
-def layer(seconds: float, **sizes: int) -> LayerCosts:
+def layer(seconds: float, saved: int = 0) -> LayerCosts:
     """All its times are different multiples of ``seconds``."""
-    bytes_of = dict.fromkeys(("saved", "output"), 0) | sizes
     times = (seconds, 0.5 * seconds, 1.5 * seconds, 4 * seconds, 3 * seconds, 2 * seconds)
-    return LayerCosts(*times, **bytes_of)
+    return LayerCosts(*times, saved)
 
 
 # Linear, Tanh (saves its output), Linear with a loss behind it (saves 3 more).
 LAYERS = (
-    layer(1.0, output=20),
-    layer(2.0, saved=20, output=20),
+    layer(1.0),
+    layer(2.0, saved=20),
     layer(4.0, saved=3),
 )
 SENT = chain(10, 20, 20, 0, saved_by={0: (0,), 2: (1, 2)})
@@ -220,7 +219,7 @@ SECONDS = st.floats(0.01, 10.0)
 def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, overheads, latency):
     """What steps of known costs give is a profile whose stages cost what those of the steps did."""
     kinds = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)
-    sizes = [{"saved": 8, "output": 8}] * len(times)
+    saved = [8] * len(times)
 
     def costs(balance: list[int]) -> StageCosts:
         ends = [sum(balance[: k + 1]) for k in range(len(balance))]
@@ -232,7 +231,7 @@ def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, over
 
     coarse_balance = [len(times) - 2, 2]
     fine, coarse = steps_of(costs([1] * len(times)), len(times)), steps_of(costs(coarse_balance), 2)
-    found = combine(fine, coarse, sizes, instant=True, sent=())
+    found = combine(fine, coarse, saved, instant=True, sent=())
     layers = tuple(ProfiledLayer(str(k), 0, 0) for k in range(len(times)))
     profile = Profile(layers, (), {5: found})
     for balance in (coarse_balance, [1] * len(times), [2, len(times) - 2]):
@@ -248,7 +247,6 @@ def test_bandwidth_follows_from_copies_between_devices_that_copy():
     seconds = {TaskKind.FORWARD: [1.0, 1.0], TaskKind.BACKWARD: [1.0, 1.0]}
     record = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), StageCosts(seconds, [64], bandwidth=128.0))
     steps = {StepVariant.KEPT: [MeasuredStep(report(record).seconds, record)]}
-    sizes = [{"saved": 0, "output": 64}] * 2
-    found = combine(steps, steps, sizes, instant=False, sent=chain(0, 64, 64))
+    found = combine(steps, steps, [0, 0], instant=False, sent=chain(0, 64, 64))
     assert found.bandwidth == pytest.approx(128.0)
     assert found.latency == pytest.approx(0.0, abs=1e-9)

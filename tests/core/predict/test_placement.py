@@ -49,7 +49,7 @@ def test_an_order_of_many_hosts_stays() -> None:
 
 
 def even_profile(layers: int) -> Profile:
-    costs = tuple(LayerCosts(1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 100, 100) for _ in range(layers))
+    costs = tuple(LayerCosts(1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 100) for _ in range(layers))
     return Profile(
         layers=tuple(ProfiledLayer(f"layer {k}", 0, 0) for k in range(layers)),
         links=tuple((k, k + 1) for k in range(layers - 1)),

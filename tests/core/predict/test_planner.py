@@ -29,7 +29,7 @@ SIZE = 1000
 def profile_of(times: list[float], *, measured: tuple[int, ...] = (4,), sizes: list[int] | None = None) -> Profile:
     """Layers whose forward takes ``times``, a backward twice that; each keeps its size, and sends ``SIZE`` on."""
     sizes = sizes or [SIZE] * len(times)
-    layers = tuple(LayerCosts(t, t, t, 2 * t, t, t, size, SIZE) for t, size in zip(times, sizes, strict=True))
+    layers = tuple(LayerCosts(t, t, t, 2 * t, t, t, size) for t, size in zip(times, sizes, strict=True))
     sent = chain(*[SIZE] * (len(times) + 1))
     return Profile(
         layers=tuple(ProfiledLayer(f"layer {k}", 0, 0) for k in range(len(times))),
