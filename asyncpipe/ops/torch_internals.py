@@ -529,16 +529,6 @@ record_function: Callable[[str], AbstractContextManager[object]] = getattr(
 """A name for profilers around what runs inside."""
 
 
-def gloo_options(address: Any, seconds: float) -> Any:
-    """Options of a group of gloo at one address of this host (``ProcessGroupGloo.create_device``)."""
-    group: Any = torch.distributed.ProcessGroupGloo
-    options = group._Options()
-    options._devices = [address]
-    options._threads = 1
-    options._timeout = timedelta(seconds=seconds)
-    return options
-
-
 def nccl_options(limit: timedelta) -> Any:
     """Options of a group of NCCL whose collectives may take ``limit``."""
     group: Any = torch.distributed.ProcessGroupNCCL

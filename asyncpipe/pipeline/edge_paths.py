@@ -29,7 +29,7 @@ class EdgePaths:
         self._names = {numbers[name]: name for name in connections}
         self._numbers = numbers
         self._places = {numbers[name]: each.place for name, each in connections.items()}
-        between = "nccl" if transport == "nccl" else "gloo"
+        between = "nccl" if transport == "nccl" else "connection"
         self.transports = {pair: transport if self._is_local(pair) else between for pair in pairs}
         """How tensors travel on each edge."""
         self.is_far = not all(map(self._is_local, pairs))

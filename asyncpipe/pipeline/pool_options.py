@@ -48,12 +48,12 @@ class PoolOptions:
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
     ``"ray"`` and ``"torchrun"`` are ``RayWorkers()`` and ``TorchrunWorkers()``, and any launcher (``Launcher``) may be
     given. With workers the loop is always the pool's own."""
-    transport: Literal["shared_memory", "gloo", "nccl"] = field(
+    transport: Literal["shared_memory", "connection", "nccl"] = field(
         default="shared_memory", metadata={CONTROLLERS_ONLY: True}
     )
     """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` on one machine, and by
-    gloo between two; by ``"gloo"`` everywhere; or by ``"nccl"`` from device to device, where each worker has one CUDA
-    device. By the others, tensors of CUDA devices travel through the host."""
+    the edge's own connection between two; by this ``"connection"`` everywhere; or by ``"nccl"`` from device to device,
+    where each worker has one CUDA device. By the others, tensors of CUDA devices travel through the host."""
     interface: str | None = field(default=None, metadata={CONTROLLERS_ONLY: True})
     """Where workers of other machines reach a worker: the name of a network interface (``"eth0"``), one of its
     addresses, or a network that it is in (``"10.1.0.0/16"``). By default where the controller
@@ -68,7 +68,7 @@ class PoolOptions:
         check_positive("intra_op_threads", self.intra_op_threads)
         if not isinstance(self.workers, Mapping):
             self._check_workers()
-        check_choice("transport", self.transport, ("shared_memory", "gloo", "nccl"))
+        check_choice("transport", self.transport, ("shared_memory", "connection", "nccl"))
         if not self.has_workers and self.transport != "shared_memory":
             raise OptionError(f"transport={self.transport!r} is for workers; leave it out, or use workers='processes'")
         if self.has_workers and self.executors is not None:

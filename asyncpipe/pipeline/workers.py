@@ -79,9 +79,8 @@ def check_transport(transport: str, devices: Sequence[Device], worker_of: Mappin
                     f"NCCL takes no two workers on one device, and {other!r} and {worker!r} share {only}; put it into "
                     "one worker, as workers='processes' does, or use transport='shared_memory'"
                 )
-    is_there = {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}
-    if transport in is_there and not is_there[transport]():
-        raise OptionError(f"this torch has no {transport}; use transport='shared_memory'")
+        if not distributed.is_nccl_available():
+            raise OptionError("this torch has no nccl; use transport='shared_memory'")
 
 
 def _launcher(workers: str | Mapping[str, str] | Launcher) -> Launcher:

@@ -248,8 +248,8 @@ class PipelineTable(StagesTable):
     Gradients stay in the workers, so each stage is updated inside the step: a job with workers has
     ``training.overlap = true``. On a pool, whoever made the pool decides."""
     offload: Offload = _DEFAULTS["offload"]
-    transport: Literal["shared_memory", "gloo", "nccl"] = Field(
-        default=_DEFAULTS["transport"], description='must be "shared_memory", "gloo" or "nccl"'
+    transport: Literal["shared_memory", "connection", "nccl"] = Field(
+        default=_DEFAULTS["transport"], description='must be "shared_memory", "connection" or "nccl"'
     )
     """How tensors get from one worker to another. On a pool, whoever made the pool decides."""
     compile: Annotated[bool | Literal["cudagraphs"] | dict[str, Any], BeforeValidator(_checked_compile)] = False

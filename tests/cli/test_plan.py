@@ -153,7 +153,7 @@ def test_the_best_plans_are_shown_with_what_to_write(job, profile, capsys):
 
 
 def test_a_plan_that_was_printed_is_what_train_takes(job, profile, capsys):
-    text = JOB.replace('schedule = "auto"', 'schedule = "gpipe"\nstages = 4\ntransport = "gloo"')
+    text = JOB.replace('schedule = "auto"', 'schedule = "gpipe"\nstages = 4\ntransport = "connection"')
     job.write_text(text, encoding="utf-8")
     assert main(["plan", str(job), "--profile", str(profile), "--schedules", "interleaved,zb-h1"]) == 0
     printed = job.parent / "plan.toml"
@@ -161,7 +161,7 @@ def test_a_plan_that_was_printed_is_what_train_takes(job, profile, capsys):
     table = tomllib.loads(printed.read_text(encoding="utf-8"))["pipeline"]
     planned = with_plan_file(load_job(job), printed).pipeline
     assert (planned.schedule, list(planned.balance)) == (table["schedule"], table["balance"])
-    assert (planned.stages, planned.transport) == (None, "gloo")
+    assert (planned.stages, planned.transport) == (None, "connection")
     assert main(["train", str(job), "--plan", str(printed), "--no-progress"]) == 0
     printed.write_text(f"{printed.read_text(encoding='utf-8')}offload = [0.5, 0.0]\n", encoding="utf-8")
     assert with_plan_file(load_job(job), printed).pipeline.offload == (0.5, 0.0)

@@ -51,7 +51,7 @@ class Group:
 
 
 @pytest.mark.parametrize("size", [3, 1 << 18])
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "nccl"])
+@pytest.mark.parametrize("transport", ["shared_memory", "connection", "nccl"])
 def test_what_a_lane_makes_arrives_where_another_lane_reads_it(monkeypatch, transport, size):
     monkeypatch.setattr(nccl, "_group", Group)
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)

@@ -73,7 +73,7 @@ async def same_as_on_threads(devices, pool, width, **options):
         torch.testing.assert_close(theirs, ours, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", "connection"])
 def test_two_workers_on_one_gpu(transport):
     """The wider model's messages take the transport's own way."""
 

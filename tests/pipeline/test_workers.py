@@ -133,19 +133,19 @@ def test_the_same_bits_as_on_threads(pool, options):
     assert all(torch.equal(remote_state[name], state[name]) for name in state)
 
 
-def test_the_same_bits_by_gloo():
+def test_the_same_bits_by_connection():
     """Activations and gradients of the last case are too large to go with their headers."""
-    asyncio.run(same_bits_by_gloo())
+    asyncio.run(same_bits_by_connection())
 
 
-async def same_bits_by_gloo():
+async def same_bits_by_connection():
     wide = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 20_000), nn.Tanh(), nn.Flatten(), nn.Linear(100_000, 11))
     cases = [
         {"overlap": True, "loss_fn": counted},
         {"model": make_model(tied=True), "schedule": "zbv"},
         {"model": wide, "balance": [2, 3], "schedule": "1f1b"},
     ]
-    async with DevicePool(workers="processes", transport="gloo") as pool:
+    async with DevicePool(workers="processes", transport="connection") as pool:
         for options in cases:
             model = options.pop("model", None) or make_model()
             here = await train(model=copy.deepcopy(model), **options)
@@ -330,10 +330,10 @@ async def test_what_cannot_work_is_refused_with_what_to_do():
             Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="processes", **{name: function})
         Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, **{name: function})
     Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="processes", loss_fn=lambda y, _: frozen(y).sum())
-    with pytest.raises(OptionError, match=r"transport must be one of 'shared_memory', 'gloo'.* got 'pigeon'"):
+    with pytest.raises(OptionError, match=r"transport must be one of 'shared_memory', 'connection'.* got 'pigeon'"):
         DevicePool(workers="processes", transport="pigeon")
-    with pytest.raises(OptionError, match=r"transport='gloo' is for workers; leave it out"):
-        DevicePool(transport="gloo")
+    with pytest.raises(OptionError, match=r"transport='connection' is for workers; leave it out"):
+        DevicePool(transport="connection")
 
 
 def fed(step, folder=None, samples=13):
@@ -514,10 +514,9 @@ def test_what_a_transport_cannot_carry(monkeypatch):
         check_transport("nccl", devices, dict.fromkeys(alone, "a"))
     with pytest.raises(OptionError, match=r"one CUDA device each, and worker 'cpu:0' has cpu; use 'shared_memory'"):
         Pipeline(make_model(), ["cpu:0", "cpu:1"], microbatches=2, workers="processes", transport="nccl")
-    for name in ("nccl", "gloo"):
-        monkeypatch.setattr(distributed, f"is_{name}_available", lambda: False)
-        with pytest.raises(OptionError, match=rf"this torch has no {name}; use transport='shared_memory'"):
-            check_transport(name, devices[:2], alone)
+    monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(OptionError, match="this torch has no nccl; use transport='shared_memory'"):
+        check_transport("nccl", devices[:2], alone)
 
 
 class Apply(nn.Module):

@@ -12,8 +12,8 @@ connected (``asyncpipe/runtime/workers/meeting.py``): Unix sockets on one machin
 - ``wire``: the frames on the socket;
 - ``payload``: what a transport is, and the copies that transports share;
 - ``shared_memory``: the transport on one machine;
-- ``gloo``: the transport by a process group of ``torch.distributed`` for each edge; its ends meet by ``pair_store``;
-- ``nccl``: the same between CUDA devices;
+- ``connection``: the transport between machines: tensors go with their headers;
+- ``nccl``: the transport by a communicator for each edge, between CUDA devices; its ends meet by ``pair_store``;
 - ``shaped``: edges that are slower than they are, or do not work, for tests and measurements.
 
 ::

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from asyncpipe.errors import EdgeError
 
@@ -20,7 +19,8 @@ HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 ABORT_SECONDS = 1.0
 JOIN_SECONDS = 5.0
 _BUFFER_SIZE = 1 << 17
-_NOTHING = memoryview(b"")
+_MOST_BUFFERS = 1024
+"""That the system takes at a time."""
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -74,7 +74,10 @@ class EdgeChannel:
         self._view = memoryview(bytearray(_BUFFER_SIZE))
         self._start = self._end = 0
         self._writing = threading.Lock()
-        self._rest = _NOTHING
+        self._rest: list[memoryview] = []
+        """What is still to be sent,"""
+        self._owners: list[object] = []
+        """and what has its memory."""
         self._bell, self._button = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._button, False)
@@ -89,15 +92,18 @@ class EdgeChannel:
 
     # Writing
 
-    def write(self, buffers: Sequence[Any]) -> bool:
-        """Send ``buffers``; whether nothing waits to be sent."""
+    def write(self, buffers: Sequence[bytes | memoryview], owners: Sequence[object] = ()) -> bool:
+        """Send ``buffers``; whether nothing waits to be sent. Nobody may write to them before they are.
+
+        ``owners`` have the memory of ``buffers`` that have not, and live as long.
+        """
         with self._writing:
             if not self._open:
                 raise BrokenPipeError("the edge is closed")
-            if self._rest:
-                self._rest = memoryview(b"".join((self._rest, *buffers)))
-                return False
-            return self._send(buffers)
+            self._owners += owners
+            was_held_up = bool(self._rest)
+            self._rest += map(memoryview, buffers)
+            return not was_held_up and self._send()
 
     def send_descriptor(self, descriptor: int) -> None:
         """Send a file descriptor to a peer on this machine, before anything else is sent."""
@@ -111,25 +117,36 @@ class EdgeChannel:
     def flush(self) -> bool:
         """Send what ``write`` has left; whether nothing is left."""
         with self._writing:
-            if not self._rest:
-                return True
-            rest, self._rest = self._rest, _NOTHING
-            return self._send([rest])
+            return not self._rest or self._send()
 
-    def _send(self, buffers: Sequence[Any]) -> bool:
+    def _send(self) -> bool:
         try:
-            sent = self._socket.sendmsg(buffers)
+            sent = self._socket.sendmsg(self._rest[:_MOST_BUFFERS])
         except BlockingIOError:
             sent = 0
-        if sent == sum(map(len, buffers)):
+        whole = 0
+        for buffer in self._rest:
+            if buffer.nbytes > sent:
+                break
+            sent -= buffer.nbytes
+            whole += 1
+        del self._rest[:whole]
+        if not self._rest:
+            self._owners.clear()
             return True
-        if len(buffers) == 1 and isinstance(buffers[0], memoryview):
-            self._rest = buffers[0][sent:]
-        else:
-            # A copy: the tensors that it is part of may go before it is sent.
-            self._rest = memoryview(b"".join(buffers))[sent:]
+        self._rest[0] = self._rest[0][sent:]
         self.ring()
         return False
+
+    def drain(self, until: float) -> bool:
+        """Send what ``write`` has left, also after ``stop``, before a monotonic time; whether nothing is left."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        while not self.flush():
+            if (seconds := until - time.monotonic()) <= 0:
+                return False
+            poll.poll(seconds * 1000)
+        return True
 
     # Reading
 
@@ -285,7 +302,8 @@ class EdgeChannel:
             self._socket.close()
             os.close(self._bell)
             os.close(self._button)
-            self._rest = _NOTHING
+            self._rest.clear()
+            self._owners.clear()
 
 
 def memory_at(address: int, count: int) -> memoryview:

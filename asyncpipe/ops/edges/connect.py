@@ -12,9 +12,9 @@ import torch
 from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.channel import EdgeChannel
+from asyncpipe.ops.edges.connection import EdgeConnection
 from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.edge_out import EdgeOut
-from asyncpipe.ops.edges.gloo import Gloo
 from asyncpipe.ops.edges.message import ReceivedMessage
 from asyncpipe.ops.edges.nccl import Nccl
 from asyncpipe.ops.edges.pair_store import PairStore
@@ -25,7 +25,10 @@ __all__ = ["HOST_TRANSPORTS", "TRANSPORTS", "Edges", "Pair", "connect"]
 
 Pair = tuple[int, int]
 """The workers that an edge leads from and to."""
-HOST_TRANSPORTS: dict[str, Callable[[torch.device, str], Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo}
+HOST_TRANSPORTS: dict[str, Callable[[torch.device, str], Transport]] = {
+    "shared_memory": SharedMemory,
+    "connection": EdgeConnection,
+}
 """Those by which tensors arrive on the host, wherever they were; given the worker's device, and the address at which
 the other worker reaches this one."""
 TRANSPORTS = {**HOST_TRANSPORTS, "nccl": Nccl}
@@ -137,7 +140,7 @@ def _transports(
         is_here = connected.family == socket.AF_UNIX
         if name == "shared_memory" and not is_here:
             raise OptionError(
-                f"the edge {pair[0]} > {pair[1]} is between machines, which have no shared memory; use gloo"
+                f"the edge {pair[0]} > {pair[1]} is between machines, which have no shared memory; use connection"
             )
         key = name, LOOPBACK if is_here else connected.getsockname()[0]
         if key not in found:

@@ -200,8 +200,8 @@ class EdgeOut:
         self._queue.popleft()
         self._messages += 1
         self._bytes += layout.size
-        self._channel.write([*buffers, *memory])
-        del owners  # The channel has copied what it could not send.
+        self._channel.write([*buffers, *memory], owners)
+        del owners, memory
         if slot == STREAMED:
             self._payload.follow(layout, message.tensors)
             self._channel.ring()  # For ``settle``.
@@ -256,9 +256,7 @@ class EdgeOut:
                 try:
                     happened = self._channel.wait(events)
                 except StoppedError:
-                    with self._turn:
-                        _, begun = self._pump_all()
-                    self._payload.settle(begun)
+                    self._send_the_last()
                     break
                 if happened & HUNG_UP:
                     with self._turn:
@@ -279,6 +277,15 @@ class EdgeOut:
         begun = self._payload.begun()
         # The receiver takes nothing whose header it does not have.
         return (events, begun) if not begun or self._channel.flush() else (events | select.POLLOUT, 0)
+
+    def _send_the_last(self) -> None:
+        events = select.POLLOUT
+        while events & select.POLLOUT:
+            with self._turn:
+                events, begun = self._pump_all()
+            self._payload.settle(begun)
+            if not self._channel.drain(self._until):
+                break
 
     def _has_said_bye(self) -> bool:
         """Whether the peer, which takes no more, has closed the edge in order."""

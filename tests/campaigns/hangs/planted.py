@@ -157,8 +157,8 @@ def _install() -> None:
             _planted.holes.add((self.me, self.peer))
         send(self, message)
 
-    def lost(self: EdgeChannel, buffers: Sequence[Any]) -> bool:
-        return _planted.ends.get(self) in _planted.holes or write(self, buffers)
+    def lost(self: EdgeChannel, buffers: Sequence[Any], owners: Sequence[object] = ()) -> bool:
+        return _planted.ends.get(self) in _planted.holes or write(self, buffers, owners)
 
     Binder.bind = _bind(Binder.bind)  # type: ignore[method-assign]
     EdgeOut.__init__ = noted  # type: ignore[method-assign, assignment]

@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long at most (default: 30)")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="how many (default: 2)")
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds for 25 cases (default: 120)")
-    parser.add_argument("--transport", default="shared_memory", help="of edges (default: shared_memory; or gloo)")
+    parser.add_argument("--transport", default="shared_memory", help="of edges (default: shared_memory; or connection)")
     parser.add_argument("--case", type=int, metavar="SEED", help="run the case of this seed")
     parser.add_argument("--times", type=int, default=1, help="with --case: so often")
     args = parser.parse_args()

@@ -21,7 +21,6 @@ from typing import Any
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.edge_out import EdgeOut
-from asyncpipe.ops.edges.gloo import GlooOut
 from asyncpipe.ops.edges.message import EdgeMessage, ReceivedMessage
 from asyncpipe.ops.edges.shared_memory import SharedMemoryOut
 from asyncpipe.pipeline.resident import links, resident
@@ -163,6 +162,5 @@ def _take(message: Any) -> bool:
     if not isinstance(message, Disturb):
         return False
     _disturbance.now = message
-    for payload in (SharedMemoryOut, GlooOut):
-        payload.inline_bytes, payload.direct_bytes = message.inline_bytes, message.direct_bytes
+    SharedMemoryOut.inline_bytes, SharedMemoryOut.direct_bytes = message.inline_bytes, message.direct_bytes
     return True

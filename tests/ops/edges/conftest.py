@@ -7,12 +7,9 @@ from collections.abc import Iterator
 import pytest
 from fake_nccl import replace_nccl
 
-from asyncpipe.ops.edges.gloo import GlooOut
-
 
 @pytest.fixture(autouse=True, scope="package")
 def transports_for_tests() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         replace_nccl(patch)
-        patch.setattr(GlooOut, "inline_bytes", 1 << 12)
         yield

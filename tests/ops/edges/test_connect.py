@@ -163,6 +163,6 @@ def test_no_shared_memory_between_machines() -> None:
     inbox = Inbox()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
-        with pytest.raises(OptionError, match="use gloo"):
+        with pytest.raises(OptionError, match="use connection"):
             connect(0, {(0, 1): here}, on_message=inbox.on_message, on_broken=inbox.on_broken)
     assert here.fileno() == -1

@@ -156,7 +156,7 @@ class Host:
     def join(self, me: int, door: Door, addresses: dict[int, Address]) -> None:
         sockets = begin(me, door, addresses)
         self.edges = connect(
-            me, sockets, transport="gloo", on_message=self.inbox.on_message, on_broken=self.inbox.on_broken
+            me, sockets, transport="connection", on_message=self.inbox.on_message, on_broken=self.inbox.on_broken
         )
 
 
