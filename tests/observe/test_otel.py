@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import subprocess
 import sys
 import time
-import weakref
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from asyncpipe.core.engine.events import (
-    GateOpened,
     Journal,
     Outcome,
     StepCancelled,
@@ -41,7 +36,6 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 MILLISECOND = 1_000_000
@@ -120,14 +114,6 @@ def test_a_step_is_a_span_that_tells_what_ran(spans: Spans) -> None:
     assert span.events == ()
 
 
-def test_the_busiest_device_is_the_one_that_computes_most(spans: Spans) -> None:
-    record = simulate(graph_of(), lambda task: 9.0 if task.kind is TaskKind.COPY else 1.0 + (task.stage == 1))
-    StepSpans("toy", spans.tracer).step_completed(at_present(record))
-    attributes = spans.only().attributes or {}
-    assert attributes["asyncpipe.busiest_device"] == "dev:1"
-    assert attributes["asyncpipe.bubble_ratio"] == pytest.approx(report(record).bubble_ratio)
-
-
 def test_times_are_those_of_the_journal_on_the_walls_clock(spans: Spans) -> None:
     record = at_present(simulate(graph_of()), ago=100.0)
     before = time.time_ns()
@@ -139,17 +125,6 @@ def test_times_are_those_of_the_journal_on_the_walls_clock(spans: Spans) -> None
     # ``at_present`` read the clock a moment earlier than ``before`` was taken.
     assert before - 100_000 * MILLISECOND - 5_000 * MILLISECOND < span.start_time <= after - 100_000 * MILLISECOND
     assert span.end_time - span.start_time == pytest.approx(report(record).seconds * 1e9, abs=2)
-
-
-def test_a_device_that_was_done_after_the_last_event_counts(spans: Spans) -> None:
-    """The device's clock may be a little ahead of the loop's."""
-    record = simulate(graph_of())
-    *rest, (at, end) = record.journal
-    StepSpans("toy", spans.tracer).step_completed(
-        at_present(StepRecord(0, record.graph, [*rest, (at - 1.0, end)], Outcome.OK))
-    )
-    span = spans.only()
-    assert (span.end_time or 0) - (span.start_time or 0) == pytest.approx(report(record).seconds * 1e9, abs=2)
 
 
 def test_a_failed_step_has_the_error_and_its_task(spans: Spans) -> None:
@@ -169,13 +144,6 @@ def test_a_failed_step_has_the_error_and_its_task(spans: Spans) -> None:
     assert event.timestamp == span.end_time
 
 
-def test_an_error_of_a_module_is_named_with_it(spans: Spans) -> None:
-    StepSpans("toy", spans.tracer).step_completed(failed(graph_of(), OptionError("odd")))
-    span = spans.only()
-    assert (span.attributes or {})["error.type"] == "asyncpipe.errors.OptionError"
-    assert span.status.description == "OptionError: odd"
-
-
 def test_a_cancelled_step_is_no_error(spans: Spans) -> None:
     graph, now = graph_of(), time.perf_counter()
     journal: Journal = [
@@ -187,23 +155,6 @@ def test_a_cancelled_step_is_no_error(spans: Spans) -> None:
     span = spans.only()
     assert (span.attributes or {})["asyncpipe.outcome"] == "cancelled"
     assert span.status.status_code is StatusCode.UNSET
-
-
-def test_forwards_and_backwards_of_a_drop_in_step_are_two_spans(spans: Spans) -> None:
-    observer = StepSpans("toy", spans.tracer)
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        record = simulate(graph_of(phase))
-        assert phase is Phase.FORWARD or any(isinstance(event, GateOpened) for _, event in record.journal)
-        observer.step_completed(at_present(record))
-    assert [(span.attributes or {})["asyncpipe.phase"] for span in spans.all()] == ["forward", "backward"]
-
-
-def test_steps_that_take_no_time_and_journals_without_events_are_no_trouble(spans: Spans) -> None:
-    observer = StepSpans("toy", spans.tracer)
-    observer.step_completed(StepRecord(0, graph_of(), [], Outcome.OK))
-    assert spans.all() == ()
-    observer.step_completed(simulate(graph_of(), lambda task: 0.0))
-    assert (spans.only().attributes or {})["asyncpipe.bubble_ratio"] == 0.0
 
 
 # The host
@@ -222,11 +173,6 @@ def test_each_step_is_a_trace_of_its_own_linked_to_the_hosts_span(spans: Spans) 
     assert [(span.attributes or {})["asyncpipe.step"] for span in steps] == [0, 1, 2]
 
 
-def test_without_a_span_of_the_host_there_is_no_link(spans: Spans) -> None:
-    StepSpans("toy", spans.tracer).step_completed(at_present(simulate(graph_of())))
-    assert list(spans.only().links) == []
-
-
 def test_by_default_spans_are_the_global_providers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -240,54 +186,7 @@ def test_by_default_spans_are_the_global_providers(monkeypatch: pytest.MonkeyPat
     assert asked == ["asyncpipe.step"]
 
 
-class UnreadJournal(list[Any]):
-    """A journal that must not be iterated over."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("the journal was read")
-
-
-def test_the_journal_of_a_step_that_is_not_sampled_is_not_read() -> None:
-    record = simulate(graph_of())
-    unread = replace(record, journal=UnreadJournal(record.journal))
-    StepSpans("toy", TracerProvider(sampler=ALWAYS_OFF).get_tracer("x")).step_completed(unread)
-    with pytest.raises(AssertionError, match="the journal was read"):
-        StepSpans("toy", TracerProvider().get_tracer("x")).step_completed(unread)
-
-
 # What is left behind
-
-
-class Big:
-    """Stands for a tensor in the frame of a task that failed."""
-
-
-def raised() -> tuple[BaseException, weakref.ref[Big]]:
-    held = Big()
-    try:
-        raise RuntimeError("out of memory")
-    except RuntimeError as error:
-        return error, weakref.ref(held)
-
-
-class Watched(list[Any]):
-    """A journal that can have weak references; it lives as long as its record."""
-
-
-@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.FAILED])
-def test_neither_records_nor_what_errors_hold_stay_alive(spans: Spans, outcome: Outcome) -> None:
-    observer = StepSpans("toy", spans.tracer)
-    error, held = raised()
-    record = failed(graph_of(), error) if outcome is Outcome.FAILED else at_present(simulate(graph_of()))
-    journal = Watched([*record.journal, (record.journal[-1][0], TaskFailed(0, 0, error))])
-    kept = weakref.ref(journal)
-    record = StepRecord(0, record.graph, journal, outcome)
-    observer.step_completed(record)
-    assert held() is not None
-    del error, record, journal
-    gc.collect()
-    assert (kept(), held()) == (None, None)
-    assert (spans.only().status.status_code is StatusCode.ERROR) == (outcome is Outcome.FAILED)
 
 
 # Missing
@@ -297,16 +196,6 @@ def test_without_opentelemetry_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(OptionError, match=r"pip install -e '\.\[otel\]'"):
         StepSpans("toy")
-
-
-def test_importing_it_needs_neither_opentelemetry_nor_torch() -> None:
-    code = (
-        "import sys\n"
-        "import asyncpipe.observe.otel\n"
-        "assert not {'opentelemetry', 'torch', 'prometheus_client'} & sys.modules.keys()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # In a pipeline

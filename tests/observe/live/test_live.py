@@ -7,9 +7,7 @@ import json
 import logging
 import re
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
@@ -180,14 +178,6 @@ async def test_a_page_that_reconnects_is_not_sent_what_it_has(view: CountedView,
     await feed.close()
 
 
-async def test_another_server_has_other_ids(view: CountedView) -> None:
-    feeds = [LiveFeed(view), LiveFeed(view)]
-    ids = {(await feed.newest()).id for feed in feeds}
-    assert len(ids) == 2
-    for feed in feeds:
-        await feed.close()
-
-
 async def test_a_slow_page_is_sent_the_newest_state_alone(view: CountedView, clock: Clock) -> None:
     feed = LiveFeed(view)
     async with aclosing(feed.follow()) as events:
@@ -238,29 +228,6 @@ async def test_a_long_fold_is_followed_by_a_long_rest(
     await feed.close()
 
 
-@pytest.mark.usefixtures("quick")
-async def test_many_pages_share_a_fold(view: CountedView) -> None:
-    async with connected(view) as client:
-        responses = [await client.get("/events") for _ in range(8)]
-        firsts = []
-        for response in responses:
-            await next_block(response)
-            firsts.append(await next_event(response))
-        step(view)
-        seconds = [await next_event(response) for response in responses]
-        assert len({event.id for event in firsts}) == len({event.id for event in seconds}) == 1
-        assert view.folds == 2
-
-
-async def test_nothing_is_folded_on_the_loop(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    monkeypatch.setattr(view, "snapshot", lambda: threads.append(threading.current_thread().name) or {"ended": False})
-    feed = LiveFeed(view)
-    await feed.newest()
-    await feed.close()
-    assert [name.startswith("asyncpipe-live") for name in threads] == [True, True]
-
-
 async def test_a_fold_that_fails_is_logged_once_and_pages_go_on(
     view: CountedView, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,13 +246,6 @@ async def test_a_fold_that_fails_is_logged_once_and_pages_go_on(
     step(view)
     await feed.close()
     assert json.loads((await feed.newest()).data)["training"]["steps"] == 4
-
-
-async def test_a_fold_that_fails_at_once_leaves_an_empty_state(view: CountedView) -> None:
-    view.error = ZeroDivisionError("no")
-    feed = LiveFeed(view)
-    assert json.loads((await feed.newest()).data).keys() == LiveView().snapshot().keys()
-    await feed.close()
 
 
 # The end
@@ -367,35 +327,6 @@ async def test_a_page_that_was_closed_is_forgotten(view: CountedView, monkeypatc
         async with asyncio.timeout(10):
             await left.wait()
         assert made[0].followers == 0
-
-
-async def test_a_feed_that_is_closed_while_it_folds_ends_with_the_fold(
-    view: CountedView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, began, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-
-    def snapshot() -> dict[str, Any]:
-        loop.call_soon_threadsafe(began.set)
-        may_end.wait(10)
-        return {"ended": False}
-
-    monkeypatch.setattr(view, "snapshot", snapshot)
-    feed = LiveFeed(view)
-    feed.start()
-    await began.wait()
-    closing = asyncio.ensure_future(feed.close())
-    await asyncio.sleep(0)
-    may_end.set()
-    async with asyncio.timeout(live_feed.UNWATCHED_SECONDS - 1):
-        await closing
-
-
-async def test_a_feed_may_be_closed_twice(view: CountedView) -> None:
-    feed = LiveFeed(view)
-    feed.start()
-    await feed.close()
-    await feed.close()
-    assert (await feed.newest()).last
 
 
 # Whom it answers
@@ -513,14 +444,6 @@ async def test_it_can_be_a_part_of_another_application(view: CountedView) -> Non
 # Serving
 
 
-async def test_a_port_of_0_takes_a_free_one(view: CountedView) -> None:
-    async with serve_live(view, 0) as server, ClientSession() as session:
-        assert server.port > 0
-        assert server.url == f"http://127.0.0.1:{server.port}/"
-        async with session.get(server.url) as response:
-            assert response.status == 200
-
-
 async def test_a_port_that_is_taken_is_an_option_error(view: CountedView) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -529,28 +452,6 @@ async def test_a_port_that_is_taken_is_an_option_error(view: CountedView) -> Non
         with pytest.raises(OptionError, match=rf"cannot serve the live view on 127\.0\.0\.1:{port}: .*in use"):
             async with serve_live(view, port):
                 pass
-
-
-@pytest.mark.parametrize(("port", "address"), [(0, "192.0.2.1"), (70_000, "127.0.0.1")])
-async def test_an_address_that_is_not_here_is_an_option_error(view: CountedView, port: int, address: str) -> None:
-    with pytest.raises(OptionError, match=f"on {address}:{port}: "):
-        async with serve_live(view, port, address):
-            pass
-
-
-async def test_the_port_is_free_again_afterwards(view: CountedView) -> None:
-    async with serve_live(view, 0) as server:
-        pass
-    async with serve_live(view, server.port) as again:
-        assert again.port == server.port
-
-
-async def test_on_all_addresses_each_of_them_is_answered(view: CountedView) -> None:
-    async with serve_live(view, 0, "0.0.0.0") as server, ClientSession() as session:
-        assert server.url == f"http://127.0.0.1:{server.port}/"
-        for host, status in (("127.0.0.1", 200), ("10.1.2.3", 403), ("evil.example", 403)):
-            async with session.get(f"{server.url}state", headers={"Host": host}) as response:
-                assert response.status == status
 
 
 def test_the_address_in_a_url() -> None:
@@ -564,12 +465,6 @@ def test_the_address_in_a_url() -> None:
     }
 
 
-async def test_an_error_of_the_block_passes_through(view: CountedView) -> None:
-    with pytest.raises(KeyError, match="mine"):
-        async with serve_live(view, 0):
-            raise KeyError("mine")
-
-
 @pytest.mark.parametrize("missing", ["starlette.applications", "uvicorn"])
 async def test_without_its_packages_the_error_says_what_to_install(
     view: CountedView, monkeypatch: pytest.MonkeyPatch, missing: str
@@ -580,9 +475,3 @@ async def test_without_its_packages_the_error_says_what_to_install(
     with pytest.raises(OptionError, match=r"pip install -e '\.\[service\]'"):
         async with serve_live(view, 0):
             pass
-
-
-def test_importing_it_imports_neither_a_server_nor_torch() -> None:
-    code = "import sys, asyncpipe.observe.live.server; print({'starlette', 'uvicorn', 'torch'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

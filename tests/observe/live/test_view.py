@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 import weakref
 from dataclasses import replace
 from math import inf, nan
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import GateOpened, Outcome, StepCompleted, StepSubmitted, TaskCompleted, TaskFailed
+from asyncpipe.core.engine.events import GateOpened, Outcome, StepCompleted, StepSubmitted, TaskFailed
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
@@ -31,7 +30,6 @@ from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostEr
 from asyncpipe.observe.live import step_data
 from asyncpipe.observe.live import view as live_view
 from asyncpipe.observe.live.view import LiveView, Series
-from asyncpipe.observe.pictures.timeline import shade
 
 
 def lowered(name: str = "1f1b", stages: int = 4, microbatches: int = 8, devices: int = 4) -> TaskGraph:
@@ -60,13 +58,6 @@ def failed(graph: TaskGraph, error: BaseException, step: int = 3) -> StepRecord:
 
 
 # The last step
-
-
-def test_a_view_of_nothing_is_whole() -> None:
-    state = fold(LiveView("demo", steps=10))
-    assert (state["job"], state["steps"], state["ended"]) == ("demo", 10, False)
-    assert [state[name] for name in ("step", "timeline", "training")] == [None, None, None]
-    assert (state["history"], state["bubbles"]) == ([], [])
 
 
 def test_the_figures_are_those_of_the_report() -> None:
@@ -114,14 +105,6 @@ def test_each_task_is_drawn_where_it_ran() -> None:
     assert timeline["colours"]["F"] == [TaskKind.FORWARD.colour]
 
 
-def test_later_stages_of_a_device_are_paler() -> None:
-    view = LiveView()
-    view.step_completed(simulate(lowered("interleaved", 4, 4, 2)))
-    timeline = fold(view)["timeline"]
-    assert timeline["tint"] == [0, 0, 1, 1]
-    assert timeline["colours"]["B"] == [shade(TaskKind.BACKWARD, k, 2) for k in (0, 1)]
-
-
 def test_too_many_tasks_are_counted_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     view, graph = LiveView(), lowered()
     monkeypatch.setattr(step_data, "MOST_TASKS", len(graph.tasks) - 1)
@@ -140,15 +123,6 @@ def test_a_backward_of_its_own_has_gates_and_no_stage_in_flight() -> None:
     step = fold(view)["step"]
     assert step["phase"] == "backward"
     assert [stage["in_flight"] for stage in step["stages"]] == [None, None]
-
-
-def test_a_step_in_which_nothing_ran_has_shares_of_0() -> None:
-    graph = lowered()
-    view = LiveView()
-    view.step_completed(StepRecord(0, graph, [(1.0, StepSubmitted(0, graph))], Outcome.OK))
-    state = fold(view)
-    assert (state["step"]["seconds"], state["timeline"]["tasks"]) == (0, [])
-    assert state["step"]["stages"][0]["busy"] == 0
 
 
 def test_workers_are_shown_with_what_they_have_sent_since_the_run_began() -> None:
@@ -277,32 +251,6 @@ def test_a_step_is_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert folded == [0]
 
 
-def test_steps_may_complete_while_others_are_folded() -> None:
-    view, graph = LiveView(), lowered()
-    record = simulate(graph)
-    stop = threading.Event()
-    seen: list[dict[str, Any]] = []
-
-    def folds() -> None:
-        while not stop.is_set():
-            seen.append(view.snapshot())
-
-    threads = [threading.Thread(target=folds) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for step in range(3000):
-        view.step_completed(record)
-        view.training_step(float(step), 1, 1, 0.1)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    state = view.snapshot()
-    assert state["training"]["steps"] == 3000
-    steps = [point[0] for point in state["history"]]
-    assert steps == sorted(steps)
-    assert seen
-
-
 # Training steps
 
 
@@ -316,20 +264,6 @@ def test_training_steps_make_a_history() -> None:
     assert state["history"][-1] == [30, 0.333333, 0.25, 1600]
 
 
-def test_without_tokens_samples_are_counted() -> None:
-    view = LiveView()
-    view.training_step(1.0, samples=6, tokens=0, duration=2.0)
-    state = fold(view)
-    assert (state["training"]["unit"], state["training"]["rate"]) == ("samples", 3)
-    assert state["history"] == [[1, 1, 2, 3]]
-
-
-def test_a_step_without_any_time_has_no_rate() -> None:
-    view = LiveView()
-    view.training_step(1.0, samples=6, tokens=0, duration=0.0)
-    assert fold(view)["training"]["rate"] is None
-
-
 @pytest.mark.parametrize("loss", [nan, inf, -inf])
 def test_a_loss_that_is_not_finite_is_null(loss: float) -> None:
     view = LiveView()
@@ -340,54 +274,12 @@ def test_a_loss_that_is_not_finite_is_null(loss: float) -> None:
     assert [point[1] for point in state["history"]] == [2, None]
 
 
-def test_bubbles_are_told_by_training_step() -> None:
-    view, graph = LiveView(), lowered()
-    for _ in range(3):
-        view.step_completed(simulate(graph))
-        view.training_step(1.0, 1, 1, 1.0)
-        state = fold(view)
-    bubble = state["step"]["bubble"]
-    assert state["bubbles"] == [[1, bubble], [2, bubble], [3, bubble]]
-
-
-def test_the_version_changes_with_whatever_is_new() -> None:
-    view, graph = LiveView(), lowered()
-    versions = [view.version]
-    for change in (
-        lambda: view.step_completed(simulate(graph)),
-        lambda: view.training_step(1.0, 1, 1, 1.0),
-        lambda: view.step_completed(failed(graph, ValueError())),
-        view.end,
-    ):
-        change()
-        versions.append(view.version)
-        view.snapshot()
-        assert view.version == versions[-1]
-    assert len(set(versions)) == len(versions)
-    assert view.ended
-    assert fold(view)["ended"] is True
-
-
 def test_a_negative_number_of_steps_is_refused() -> None:
     with pytest.raises(OptionError, match="steps must not be negative"):
         LiveView(steps=-1)
 
 
 # Series
-
-
-def test_a_series_keeps_what_fits() -> None:
-    series = Series(2, most=4)
-    for x in range(3):
-        series.add(x, 10 * x)
-    assert series.points() == [(0, 0), (1, 10), (2, 20)]
-
-
-def test_a_full_series_halves_itself() -> None:
-    series = Series(1, most=4)
-    for x in range(7):
-        series.add(x)
-    assert series.points() == [(0.5,), (2.5,), (4.5,), (6.0,)]
 
 
 @given(st.integers(1, 3000), st.sampled_from([4, 6, 16, 600]))
@@ -404,18 +296,3 @@ def test_a_series_of_any_length_is_bounded_and_loses_nothing(count: int, most: i
     whole = len(points) - 1
     assert sum(points[:-1]) * each == pytest.approx(sum(range(whole * each)))
     assert points[-1] == pytest.approx((whole * each + count - 1) / 2)
-
-
-def test_task_times_are_relative_to_the_submission() -> None:
-    graph = lowered("gpipe", 1, 1, 1)
-    journal = [
-        (100.0, StepSubmitted(0, graph)),
-        (101.0, TaskCompleted(0, 0, 100.5, 101.0)),
-        (103.0, TaskCompleted(0, 1, 101.5, 103.0)),
-    ]
-    view = LiveView()
-    view.step_completed(StepRecord(0, graph, journal, Outcome.OK))
-    state = fold(view)
-    assert [task[1:3] for task in state["timeline"]["tasks"]] == [[500, 1000], [1500, 3000]]
-    assert state["step"]["seconds"] == 3
-    assert state["step"]["stages"][0]["idle"]["dispatch"] == pytest.approx(1 / 3, abs=1e-3)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
-import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from urllib.request import urlopen
 
 import pytest
 from metric_helpers import failed, lowered, value
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncpipe import observe
-from asyncpipe.core.graph.lower import lower
-from asyncpipe.core.graph.task_graph import Phase
-from asyncpipe.core.predict import ideal_bubble
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.idle_reasons import IdleReason
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
 from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.schedules.protocol import Shape
-from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import PipelineCollector, serve_metrics
 from asyncpipe.observe.metrics import collector as metrics
@@ -73,12 +63,6 @@ def test_gauges_tell_about_the_last_step(registry: CollectorRegistry, collector:
     assert value(registry, "step_duration_seconds_sum") == 18 + 21
 
 
-def test_the_queue_time_runs_from_dispatch_to_start(registry: CollectorRegistry, collector: PipelineCollector) -> None:
-    collector.step_completed(failed(lowered(), ValueError("no")))
-    assert value(registry, "task_queue_seconds_count", device="dev:0") == 1
-    assert value(registry, "task_queue_seconds_sum", device="dev:0") == 0.25
-
-
 def test_a_failed_step_counts_its_tasks_by_outcome(registry: CollectorRegistry, collector: PipelineCollector) -> None:
     collector.step_completed(failed(lowered(), ValueError("no")))
     assert value(registry, "steps_total", outcome="failed") == 1
@@ -95,16 +79,6 @@ def test_what_the_training_loop_knows(registry: CollectorRegistry, collector: Pi
     assert value(registry, "samples_total") == 64
     assert value(registry, "tokens_total") == 8192
     assert value(registry, "training_seconds_total") == 0.75
-
-
-def test_a_forward_alone_leaves_what_whole_steps_told_of_microbatches_in_flight(
-    registry: CollectorRegistry, collector: PipelineCollector
-) -> None:
-    collector.step_completed(simulate(lowered()))
-    forward = simulate(lower(find_schedule("gpipe"), Shape(3, 4, 3), phase=Phase.FORWARD))
-    collector.step_completed(forward)
-    assert value(registry, "bubble_ratio") == pytest.approx(report(forward).bubble_ratio)
-    assert value(registry, "inflight_microbatches", stage="0") == 4
 
 
 def test_series_that_alerts_ask_for_begin_at_0(registry: CollectorRegistry, collector: PipelineCollector) -> None:
@@ -184,16 +158,6 @@ def test_the_ideal_bubble_is_that_of_even_stages(registry: CollectorRegistry, co
     assert value(registry, "bubble_ratio") != pytest.approx(report(simulate(graph)).bubble_ratio)
 
 
-def test_an_ideal_that_is_not_known_does_not_stay_that_of_another_graph(
-    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collector.step_completed(simulate(lowered()))
-    assert value(registry, "ideal_bubble_ratio") is not None
-    monkeypatch.setattr(ideal_bubble, "MOST_SIMULATED", 1)
-    collector.step_completed(simulate(lowered("1f1b")))
-    assert value(registry, "ideal_bubble_ratio") is None
-
-
 # How they reach Prometheus
 
 
@@ -220,32 +184,3 @@ def test_a_scrape_over_http_can_be_parsed(registry: CollectorRegistry, collector
     # The interleaved step on 2 devices, and the failed one, of which 1 s is known, on 3.
     whole = report(simulate(lowered("interleaved", Shape(4, 3, 2), "always"), Costs(copy=0.5))).seconds
     assert sum(idle) + sum(busy) == pytest.approx(2 * whole + 3 * 1.0)
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
-def test_promtool_finds_nothing_to_say_about_the_exposition(
-    registry: CollectorRegistry, collector: PipelineCollector
-) -> None:
-    notes = StepNotes(memory={"cpu": DeviceMemory(1, 2, 3)}, streams={"cuda:0": 9}, wakeups=[(0.1, 0.2)])
-    notes.workers = WORKERS
-    notes.compilations = [Compilation(1, "inductor", "training", 1, 1, ("a break",), "a size", 2.5)] * 2
-    collector.worker_changed(WorkerChange("a", WorkerState.UP, 7))
-    collector.step_completed(replace(simulate(lowered("1f1b", checkpoint="always"), Costs(copy=0.5)), notes=notes))
-    collector.training_step(1.5, 8, 64, 0.5)
-    collector.snapshot_taken(0.5, 1.0)
-    text = generate_latest(registry)
-    said = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
-    assert (said.returncode, said.stdout, said.stderr) == (0, b"", b"")
-    labels = {"job": "demo", "stage": "1"}
-    assert registry.get_sample_value("asyncpipe_compilations_total", {**labels, "reason": "again"}) == 2
-    assert registry.get_sample_value("asyncpipe_compile_seconds_total", labels) == 5.0
-    assert registry.get_sample_value("asyncpipe_graph_breaks_total", labels) == 2
-    told = {family.name for family in text_string_to_metric_families(text.decode()) if family.samples}
-    assert told == {f.name for f in text_string_to_metric_families(text.decode())}, "a family that was not checked"
-
-
-def test_observing_needs_no_torch() -> None:
-    modules = [info.name for info in pkgutil.walk_packages(observe.__path__, "asyncpipe.observe.")]
-    names = ", ".join(name for name in modules if ".metrics." in name or ".pictures." in name)
-    code = f"import sys, {names}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

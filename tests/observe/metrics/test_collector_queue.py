@@ -20,7 +20,6 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
 from asyncpipe.observe.metrics import collector as metrics
-from asyncpipe.observe.metrics.metric_table import HISTOGRAMS
 from asyncpipe.observe.metrics.totals import Histogram, Totals, bucket_of
 
 
@@ -44,18 +43,6 @@ def test_steps_wait_for_the_scrape_which_folds_them_in_stacks(
     assert folded == [4, 4, 2]
 
 
-def test_steps_of_different_graphs_are_folded_apart(
-    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folded = watched_folds(monkeypatch)
-    records = [simulate(lowered()), simulate(lowered("1f1b", Shape(2, 3, 2)))]
-    for record in (*records, *records, records[0]):
-        collector.step_completed(record)
-    assert value(registry, "steps_total", outcome="ok") == 5
-    assert folded == [3, 2]
-    assert value(registry, "tasks_total", kind="F", outcome="completed") == 3 * 12 + 2 * 6
-
-
 @pytest.mark.parametrize("limit", ["MOST_STEPS", "MOST_TASKS"])
 def test_more_steps_than_may_wait_are_folded_before_the_scrape(
     registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch, limit: str
@@ -69,17 +56,6 @@ def test_more_steps_than_may_wait_are_folded_before_the_scrape(
         assert number - sum(folded) <= 5
     assert folded == [3, 3]
     assert value(registry, "steps_total", outcome="ok") == 10
-
-
-def test_a_step_that_is_larger_than_a_stack_is_folded_alone(
-    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folded = watched_folds(monkeypatch)
-    monkeypatch.setattr(metrics, "STACK", 1)
-    for _ in range(2):
-        collector.step_completed(simulate(lowered()))
-    assert value(registry, "steps_total", outcome="ok") == 2
-    assert folded == [1, 1]
 
 
 def test_a_failed_step_is_let_go_of_at_once(collector: PipelineCollector) -> None:
@@ -114,31 +90,6 @@ def test_scrapes_and_steps_at_the_same_time_lose_nothing(
     assert value(registry, "task_duration_seconds_count", stage="0", kind="F") == 200
 
 
-def test_totals_are_touched_under_the_lock_and_folded_without_it(
-    registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # No public face shows which calls hold the lock, so the private lock and totals are looked at.
-    seen: set[tuple[str, bool]] = set()
-
-    def watch(owner: object, name: str) -> None:
-        original = getattr(owner, name)
-
-        def watched(*args: object) -> object:
-            if owner is metrics or args[0] is collector._totals:
-                seen.add((name, collector._lock.locked()))
-            return original(*args)
-
-        monkeypatch.setattr(owner, name, watched)
-
-    for name in ("merge", "copy", "add", "set"):
-        watch(Totals, name)
-    watch(metrics, "fold")
-    collector.step_completed(simulate(lowered()))
-    collector.training_step(1.0, 1, 1, 1.0)
-    generate_latest(registry)
-    assert seen == {("merge", True), ("copy", True), ("add", True), ("set", True), ("fold", False)}
-
-
 def test_several_jobs_share_a_registry_through_a_merged_collector(registry: CollectorRegistry) -> None:
     first, second = PipelineCollector("demo"), PipelineCollector("other")
     merged = MergedCollector([first])
@@ -156,11 +107,6 @@ def test_several_jobs_share_a_registry_through_a_merged_collector(registry: Coll
     assert registry.get_sample_value("asyncpipe_steps_total", {"job": "other", "outcome": "ok"}) is None
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         registry.register(PipelineCollector("third"))
-
-
-def test_the_hot_path_takes_no_lock(collector: PipelineCollector) -> None:
-    with collector._lock:  # as a thread that scrapes holds it
-        collector.step_completed(simulate(lowered()))
 
 
 # Totals
@@ -188,18 +134,3 @@ def test_a_late_fold_does_not_turn_a_gauge_back() -> None:
         "bubble_ratio": (7.0, {(): 0.5}),
         "ready_tasks": (6.0, {("cpu:0",): 3.0}),
     }
-
-
-def test_a_copy_of_totals_is_independent() -> None:
-    totals = Totals()
-    totals.add("samples", (), 1)
-    totals.set("loss", {(): 1.0}, at=0.0)
-    totals.observe("step_duration_seconds", (), [1.0])
-    same = totals.copy()
-    same.add("samples", (), 1)
-    same.gauges["loss"][1][()] = 2.0
-    same.observe("step_duration_seconds", (), [1.0])
-    assert totals.counters == {"samples": {(): 1}}
-    assert totals.gauges == {"loss": (0.0, {(): 1.0})}
-    assert totals.histograms["step_duration_seconds"][()].cumulative()[-1] == (inf, 1)
-    assert len(totals.histograms["step_duration_seconds"][()].counts) == len(HISTOGRAMS["step_duration_seconds"][2]) + 1

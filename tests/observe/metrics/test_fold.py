@@ -33,8 +33,6 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.predict import ideal_bubble
-from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.ideal_bubble import IdealBubbles
 from asyncpipe.core.predict.report import Report, TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
@@ -43,7 +41,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics.fold import fold
-from asyncpipe.observe.metrics.graph_arrays import GraphArrays, GraphArraysCache, Segments
+from asyncpipe.observe.metrics.graph_arrays import GraphArrays, GraphArraysCache
 from asyncpipe.observe.metrics.metric_table import HISTOGRAMS
 from asyncpipe.observe.metrics.step_arrays import StepArrays
 from asyncpipe.observe.metrics.totals import Totals
@@ -355,26 +353,6 @@ def test_folding_a_stack_is_folding_one_by_one(draw: st.DataObject) -> None:
 # Single things
 
 
-def test_what_a_step_without_any_completed_task_adds() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
-    record = StepRecord(0, graph, [(1.0, StepSubmitted(0, graph)), (2.0, Abort(0))], Outcome.CANCELLED)
-    totals = fold([StepArrays(record, 7.0)], GraphArrays(graph))
-    assert totals.counters["steps"] == {("ok",): 0, ("failed",): 0, ("cancelled",): 1}
-    assert set(totals.counters["stage_busy_seconds"].values()) == {0.0}
-    assert set(totals.counters["stage_idle_seconds"].values()) == {0.0}
-    assert totals.histograms == {}
-    assert totals.gauges == {"last_step_timestamp_seconds": (7.0, {(): 7.0})}
-
-
-def test_a_copy_goes_from_its_source_to_its_stage_in_both_directions() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(2, 1, 2), devices=["cpu:0", "cpu:1"])
-    onward, back = (graph.find(TaskKind.COPY, 0, stage, 1 - stage).number for stage in (1, 0))
-    record = replace(simulate(graph, Costs(copy=0.5)), notes=StepNotes(copied={onward: 100, back: 3}))
-    totals = fold([StepArrays(record, 0.0)], GraphArrays(graph))
-    assert totals.counters["copy_bytes"] == {("cpu:0", "cpu:1"): 100, ("cpu:1", "cpu:0"): 3}
-    assert totals.counters["copy_seconds"] == {("cpu:0", "cpu:1"): 0.5, ("cpu:1", "cpu:0"): 0.5}
-
-
 def test_step_arrays_keep_nothing_of_the_journal() -> None:
     graph = lower(find_schedule("gpipe"), Shape(1, 1, 1))
 
@@ -391,13 +369,6 @@ def test_step_arrays_keep_nothing_of_the_journal() -> None:
     assert arrays.lost == [(0, "failed")]
 
 
-def test_latest_of_empty_rows_is_never() -> None:
-    rows = Segments([[0, 2], [], [1]], empty=3)
-    times = np.array([[1.0, 2.0, 3.0, -inf], [5.0, -inf, 4.0, -inf]])
-    assert rows.latest(times).tolist() == [[3.0, -inf, 2.0], [5.0, -inf, -inf]]
-    assert Segments([], empty=3).latest(times).shape == (2, 0)
-
-
 def test_graph_arrays_are_made_once_and_go_with_their_graph() -> None:
     arrays_cache = GraphArraysCache()
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
@@ -411,9 +382,3 @@ def test_graph_arrays_are_made_once_and_go_with_their_graph() -> None:
     del graph
     gc.collect()
     assert gone() is None
-
-
-def test_the_ideal_is_left_out_for_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2))
-    monkeypatch.setattr(ideal_bubble, "MOST_SIMULATED", len(graph.tasks) - 1)
-    assert IdealBubbles().of(graph) is None

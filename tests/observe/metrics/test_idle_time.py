@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import GateOpened, Outcome, StepSubmitted, TaskCompleted
+from asyncpipe.core.engine.events import Outcome, StepSubmitted, TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.part import part
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
@@ -96,38 +95,6 @@ def test_a_task_that_starts_late_waited_for_its_dispatch() -> None:
     }
 
 
-def test_waiting_for_the_copy_lane_counts_as_copying() -> None:
-    """Two copies of a lane that are dispatched at once: the second one's wait for the first counts as copying."""
-    graph = lowered(shape=Shape(2, 2, 2))
-    numbers = [graph.find(TaskKind.FORWARD, i, 0).number for i in range(2)]
-    numbers += [graph.find(TaskKind.COPY, i, 1, 0).number for i in range(2)]
-    numbers += [graph.find(TaskKind.FORWARD, i, 1).number for i in range(2)]
-    spans = [(0, 1), (1, 2), (1, 4), (4, 6), (4, 5), (6, 7)]
-    done = [TaskCompleted(0, task, *span) for task, span in zip(numbers, spans, strict=True)]
-    journal = [(0.0, StepSubmitted(0, graph)), *((event.ended, event) for event in done)]
-    used = idle(StepRecord(0, graph, journal, Outcome.CANCELLED))
-    assert {reason: seconds for (_, device, reason), seconds in used.items() if device == "dev:1"} == {
-        IdleReason.DEPENDENCY: 1.0,
-        IdleReason.COPY: 3.0 + 1.0,
-    }
-
-
-def test_waiting_for_the_callers_gradient_is_waiting_for_a_dependency() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(1, 2, 1), phase=Phase.BACKWARD)
-    last, first = (graph.find(TaskKind.BACKWARD, i, 0).number for i in (1, 0))
-    journal = [
-        (10.0, StepSubmitted(0, graph)),
-        (11.0, GateOpened(0, 1)),
-        (12.5, TaskCompleted(0, last, 11.25, 12.5)),
-        (14.0, GateOpened(0, 0)),
-        (16.0, TaskCompleted(0, first, 14.5, 16.0)),
-    ]
-    assert idle(StepRecord(0, graph, journal, Outcome.OK)) == {
-        (0, "dev:0", IdleReason.DEPENDENCY): 1.0 + 1.5,
-        (0, "dev:0", IdleReason.DISPATCH): 0.25 + 0.5,
-    }
-
-
 def test_what_is_on_its_way_between_workers_is_an_edge() -> None:
     """A message is here at 1.75, and its copy begins at 2; one without a copy is here at 3 and goes before it."""
     graph = lowered(shape=Shape(2, 1, 2))
@@ -155,27 +122,6 @@ def test_what_is_on_its_way_between_workers_is_an_edge() -> None:
     assert (told[onward].name, told[onward].until) == ("F(0,0) of another worker, on its way", 1.75)
 
 
-def test_a_part_of_a_step_has_the_devices_of_that_part() -> None:
-    own = part(lowered("1f1b"), ["dev:1"]).graph
-    record = simulate(own)
-    result = report(record)
-    assert (result.device_busy.keys(), busy(record).keys()) == ({"dev:1"}, {(1, "dev:1")})
-    assert result.bubble_ratio == pytest.approx(1 - result.device_busy["dev:1"] / result.seconds)
-    waiting = sum(idle(record).values())
-    assert result.device_busy["dev:1"] + waiting == pytest.approx(result.seconds)
-
-
-def test_a_gap_belongs_to_the_stage_of_the_task_that_ends_it() -> None:
-    graph = lowered("interleaved", Shape(4, 1, 2))
-    assert idle(simulate(graph)) == {
-        (2, "dev:0", IdleReason.DEPENDENCY): 1.0 + 3.0,
-        (0, "dev:0", IdleReason.DEPENDENCY): 2.0,
-        (1, "dev:1", IdleReason.DEPENDENCY): 1.0 + 2.0,
-        (3, "dev:1", IdleReason.DEPENDENCY): 1.0,
-        (1, "dev:1", IdleReason.DRAIN): 2.0,
-    }
-
-
 @given(
     st.sampled_from(["gpipe", "1f1b", "interleaved"]),
     st.sampled_from(["never", "always", "except_last"]),
@@ -199,18 +145,6 @@ def test_busy_and_idle_of_a_device_add_up_to_the_step(
         assert working + waiting == pytest.approx(result.seconds)
 
 
-def test_tasks_that_seem_to_overlap_are_counted_once() -> None:
-    graph = lowered(shape=Shape(1, 2, 1))
-    journal = [
-        (0.0, StepSubmitted(0, graph)),
-        (2.0, TaskCompleted(0, 0, 0.0, 2.0)),
-        (3.0, TaskCompleted(0, 1, 1.5, 3.0)),
-    ]
-    record = StepRecord(0, graph, journal, Outcome.CANCELLED)
-    assert busy(record) == {(0, "dev:0"): 3.0}
-    assert idle(record) == {}
-
-
 @pytest.mark.parametrize("copy", [0.0, 0.002])
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
@@ -232,15 +166,6 @@ def test_what_waits_for_another_job_is_no_fault_of_the_scheduler(schedule: str, 
     assert all(seconds > 0.01 for seconds in lost)
     (alone,) = simulate_jobs(both[:1])
     assert all(reason is not IdleReason.SHARED for record in alone.records for _, _, reason in idle(record))
-
-
-def test_a_step_behind_another_one_begins_when_that_one_leaves_it_a_device() -> None:
-    """It was submitted at 10, and had to wait for its own job's step before: that is no delay of its dispatch."""
-    graph = lowered(shape=Shape(1, 2, 1))
-    done = [(14.0, TaskCompleted(1, 0, 12.0, 14.0)), (17.0, TaskCompleted(1, 1, 15.0, 17.0))]
-    record = StepRecord(1, graph, [(10.0, StepSubmitted(1, graph, after=0)), *done], Outcome.CANCELLED)
-    assert idle(record) == {(0, "dev:0", IdleReason.DISPATCH): 1.0}
-    assert sum(busy(record).values()) + 1.0 == report(record).seconds == 5.0
 
 
 def test_pictures_show_where_another_job_had_the_device() -> None:

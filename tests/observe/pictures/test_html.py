@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-import asyncpipe
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.kinds import TaskKind
@@ -147,14 +146,6 @@ def test_memory_has_a_column_where_it_is_known() -> None:
     ]
 
 
-def test_timelines_share_one_scale() -> None:
-    page = Page(html_comparison(compared()))
-    lefts, widths = zip(*page.lanes, strict=True)
-    assert len(set(lefts)) == 1
-    shown = [float(width) for width in widths[::2]]
-    assert [width / shown[0] for width in shown] == pytest.approx([1, 14 / 12, 11.5 / 12], abs=0.001)
-
-
 def test_every_task_tells_its_story() -> None:
     given = compared()
     page = Page(html_comparison(given))
@@ -168,12 +159,6 @@ def test_the_legend_names_the_kinds_that_ran() -> None:
     assert legend == [(kind.colour, kind.value) for kind in TaskKind if kind.value in "FBC"]
     assert "paler:" in html_comparison(compared())
     assert "paler:" not in html_comparison(compared()[:2])
-
-
-def test_arrows_are_in_all_pictures_or_in_none() -> None:
-    small, large = ComparedStep("s", simulated(), True), ComparedStep("l", simulated("gpipe", Shape(4, 16, 4)), True)
-    assert html_comparison([small]).count("marker-end") == 6
-    assert "marker-end" not in html_comparison([small, large])
 
 
 def test_texts_are_escaped() -> None:
@@ -193,11 +178,6 @@ def test_seconds_have_units_and_a_forward_step_is_shown_too() -> None:
     assert "F(0,1): 1 ms to 2 ms on dev:1/compute" in text
 
 
-def test_a_step_without_time_has_a_page() -> None:
-    page = Page(html_comparison([ComparedStep("nothing", simulated(costs=Costs(0, 0, 0, 0, 0, 0)), virtual=True)]))
-    assert page.table[1][:4] == ["nothing", "0", "100.0%", "0.0%"]
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -212,28 +192,3 @@ def test_a_step_without_time_has_a_page() -> None:
 def test_steps_that_cannot_be_compared_are_refused(wrong: list[ComparedStep], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         html_comparison(wrong)
-
-
-class Recorder:
-    """Keeps the last record, as the docstring of ``html_comparison`` has it."""
-
-    def step_completed(self, record: StepRecord) -> None:
-        self.record = record
-
-
-async def test_a_simulated_step_stands_beside_the_measured_one() -> None:
-    torch = pytest.importorskip("torch")
-    recorder = Recorder()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    async with asyncpipe.Pipeline(
-        model, devices=["cpu", "cpu"], balance=[1, 1], microbatches=2, loss_fn=torch.nn.functional.mse_loss
-    ) as pipe:
-        pipe.observers.append(recorder)
-        await (await pipe.step(torch.ones(4, 4), torch.ones(4, 1))).completed()
-    measured = recorder.record
-    predicted = simulate(measured.graph, Costs(0.001, input_gradient=0.001, weight_gradient=0.001))
-    page = Page(
-        html_comparison([ComparedStep("measured", measured, False), ComparedStep("simulated", predicted, False)])
-    )
-    assert page.headings == ["measured", "simulated"]
-    assert sum(story.startswith("B(0,0): ") for story in page.stories) == 2

@@ -43,25 +43,6 @@ def test_a_bar_stands_where_a_device_begins_the_next_step() -> None:
     )
 
 
-def test_a_bar_cuts_no_label() -> None:
-    """A cell that gives up a column to the bar shows its letter alone, as wherever a label does not fit."""
-    lines = text_timeline(simulated("zb-h2", 2), 7 + 2 * 25, virtual=True).splitlines()
-    assert lines[2] == "dev:0  F0F1F2I0W0F3I1W1I2W2I3W│F0F1F2I0W0F3I1W1I2W2I3W3··"
-
-
-def test_later_steps_alone_begin_at_0() -> None:
-    """Step 2 was submitted when step 0 had ended, but until its first task the devices were with step 1."""
-    records = simulated("zb-h2", 4)
-    later = text_timeline(records[2:], virtual=True).replace("step   2", "step   0").replace(" 3\n", " 1\n", 1)
-    assert later == text_timeline(records[:2], virtual=True)
-
-
-def test_one_step_in_a_list_is_drawn_as_by_itself() -> None:
-    (record,) = simulated("1f1b", 1)
-    assert text_timeline([record], virtual=True) == text_timeline(record, virtual=True)
-    assert svg_timeline([record], virtual=True) == svg_timeline(record, virtual=True)
-
-
 def test_svg_has_a_line_on_each_device_and_names_the_steps() -> None:
     records = simulated("zb-h2", 3, Costs(copy=0.5))
     root = ElementTree.fromstring(svg_timeline(records, virtual=True))

@@ -20,7 +20,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
-from asyncpipe.observe.pictures.timeline import format_time, text_timeline, tick_step
+from asyncpipe.observe.pictures.timeline import format_time, text_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -110,11 +110,6 @@ def test_halves_of_a_backward_have_letters_and_a_legend() -> None:
     )
 
 
-def test_tasks_of_one_column_are_their_letters() -> None:
-    first, second = text_timeline(halves(), 7 + 12, virtual=True).splitlines()[1:3]
-    assert (first, second) == ("dev:0  FFF··IWIW·B2", "dev:1  ·FFFIWIWB2··")
-
-
 def test_colours_are_backgrounds_and_change_nothing_else() -> None:
     plain, coloured = (text_timeline(halves(), virtual=True, colour=colour) for colour in (False, True))
     assert "\x1b" not in plain
@@ -127,19 +122,6 @@ def test_colours_are_backgrounds_and_change_nothing_else() -> None:
     assert f"48;5;{TaskKind.WEIGHT_GRADIENT.ansi_colour}m W \x1b[0m weight gradient" in coloured
 
 
-def test_a_forward_step_has_no_peak() -> None:
-    text = text_timeline(simulated(phase=Phase.FORWARD), virtual=True)
-    assert text.endswith("\nmakespan 6, bubble 33.3%\n")
-    assert "dev:2  ······F0 F1 F2 F3\n" in text
-
-
-def test_cells_shrink_to_the_width_and_labels_are_never_cut() -> None:
-    record = simulated(shape=Shape(2, 12, 2))
-    assert "F10 F11" in text_timeline(record, virtual=True)
-    narrow = text_timeline(record, 7 + 2 * 39, virtual=True).splitlines()[1]
-    assert narrow == ("dev:0  F0F1F2F3F4F5F6F7F8F9F─F─······B11 B10 B9─ B8─ B7─ B6─ B5─ B4─ B3─ B2─ B1─ B0─")
-
-
 def test_real_times_fill_the_width_and_carry_a_unit() -> None:
     costs = Costs(forward=0.00123457, backward=0.00251, copy=0.00011)
     text = text_timeline(simulated(costs=costs), 80)
@@ -148,18 +130,6 @@ def test_real_times_fill_the_width_and_carry_a_unit() -> None:
     assert max(map(len, rows)) == 80
     assert [re.findall(r"[FB]\d", row) for row in rows] == [["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0"]] * 3
     assert "makespan 22.91 ms" in text
-
-
-def test_a_column_that_is_mostly_idle_shows_idle() -> None:
-    record = simulated(shape=Shape(2, 1, 2), costs=Costs(forward=0.00037, backward=1.00013))
-    first, second = text_timeline(record, 47).splitlines()[1:3]
-    assert first == "dev:0  " + "·" * 20 + "B0" + "─" * 17
-    assert second == "dev:1  B0" + "─" * 17 + " " + "·" * 20
-
-
-def test_costs_without_a_common_measure_get_no_endless_picture() -> None:
-    text = text_timeline(simulated(costs=Costs(forward=1, backward=2.001)), virtual=True)
-    assert max(map(len, text.splitlines())) == 107
 
 
 def test_a_step_without_time_has_no_timeline() -> None:
@@ -196,11 +166,6 @@ def test_every_cell_is_exactly_as_wide_as_its_task_is_long(
         assert re.fullmatch(rf"{time.task.kind.value}{time.task.microbatch}─* ", cell)
     busy = sum(time.seconds for time in report(record).tasks if time.task.source is None)
     assert sum(row.count("·") for row in rows.values()) == unit * (stages * makespan - busy)
-
-
-@pytest.mark.parametrize(("least", "step"), [(1, 1), (1.1, 2), (3, 5), (6, 10), (0.03, 0.05), (70, 100), (2, 2)])
-def test_ticks_are_round_numbers(least: float, step: float) -> None:
-    assert tick_step(least) == pytest.approx(step)
 
 
 @pytest.mark.parametrize(
@@ -311,12 +276,6 @@ def test_svgs_of_one_scale_can_be_laid_over_each_other() -> None:
             assert drawn[time.task.id] == pytest.approx(expected, abs=0.01)
 
 
-def test_a_scale_of_steps_without_time_is_a_scale() -> None:
-    scale = common_scale([simulated(costs=Costs(0, 0, 0, 0, 0, 0))])
-    assert scale.seconds == 0
-    assert scale.width > 0
-
-
 def test_svg_inside_a_page_has_ids_of_its_own_and_no_heading() -> None:
     root = ElementTree.fromstring(svg_timeline(simulated(), title="a < b", virtual=True, inline="here-"))
     assert [element.attrib["id"] for element in root.iter() if "id" in element.attrib] == ["here-head"]
@@ -324,17 +283,3 @@ def test_svg_inside_a_page_has_ids_of_its_own_and_no_heading() -> None:
     texts = {text.text for text in root.iter(f"{SVG}text")}
     assert not texts & {"a < b", "forward"}
     assert svg_timeline(simulated(), inline="here-").count("url(#here-head)") == 16
-
-
-def test_svg_is_wide_enough_for_its_title() -> None:
-    root = ElementTree.fromstring(svg_timeline(simulated(), title="x" * 200))
-    assert float(root.attrib["width"]) > 200 * 7
-    root = ElementTree.fromstring(svg_timeline(simulated(), title="x"))
-    ends = [float(part.attrib["x"]) + float(part.attrib["width"]) for part in root.iter(f"{SVG}rect")]
-    assert float(root.attrib["width"]) > max(ends)
-
-
-def test_svg_is_self_contained() -> None:
-    text = svg_timeline(simulated())
-    assert "<script" not in text
-    assert re.findall(r'(?:href|src)="', text) == []

@@ -12,7 +12,7 @@ from asyncpipe.core.engine.events import Outcome, StepSubmitted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
-from asyncpipe.core.predict.memory import StageMemory, memory_over_time, peak_memory
+from asyncpipe.core.predict.memory import StageMemory, peak_memory
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
 from asyncpipe.core.records.step_record import StepRecord
@@ -64,15 +64,6 @@ def test_in_flight_follows_the_micro_batches_of_a_stage() -> None:
     }
 
 
-def test_what_ends_and_starts_at_one_instant_is_no_notch() -> None:
-    found = counters(to_chrome([step("1f1b")]))
-    assert {place[0]: [value for _, value in row] for place, row in found.items()} == {
-        "dev:0": [1, 2, 3, 2, 1, 0],
-        "dev:1": [1, 2, 1, 0],
-        "dev:2": [1, 0],
-    }
-
-
 def test_micro_batches_in_flight_add_up_over_steps() -> None:
     """A second step that begins while stages still hold micro-batches of the first."""
     record = step(stages=1, microbatches=2)
@@ -101,26 +92,6 @@ def test_memory_of_the_process_has_a_place_of_its_own() -> None:
     }
 
 
-def test_memory_of_a_gpu_is_shown_with_the_logical_device_of_its_name() -> None:
-    """Two logical devices share a GPU; the second GPU has only a logical device of another name."""
-    samples = [(10.5, "cuda:0", 100), (10.5, "cuda:1", 70), (10.75, "cuda:0", 50)]
-    trace = to_chrome([measured(samples, ("cuda:0", "cuda:0#1", "cuda:1#1"))])
-    assert counters(trace) == {
-        ("cuda:0", "memory bytes"): [(500_000.0, 100), (750_000.0, 50)],
-        ("cuda:1 memory", "memory bytes"): [(500_000.0, 70)],
-    }
-
-
-def test_samples_of_several_threads_are_put_in_order() -> None:
-    record = measured([(10.75, "cpu", 1), (10.25, "cpu", 1), (10.5, "cpu", 2)])
-    assert values(to_chrome([record]), "cpu memory", "memory bytes") == [1, 2, 1]
-
-
-def test_what_does_not_change_is_not_said_again() -> None:
-    record = measured([(10.0 + i / 8, "cpu", size) for i, size in enumerate([5, 5, 5, 6, 6, 5])])
-    assert counters(to_chrome([record]))["cpu memory", "memory bytes"] == [(0.0, 5), (375_000.0, 6), (625_000.0, 5)]
-
-
 def test_where_nothing_was_sampled_the_ends_of_steps_tell() -> None:
     records = []
     for number, allocated in enumerate((100, 120)):
@@ -147,26 +118,6 @@ def test_predicted_memory_goes_up_with_forwards_and_down_with_backwards() -> Non
         (9000.0, 100_000),
     ]
     assert found["dev:1", "predicted memory bytes"] == [(0.0, 200_000), (1000.0, 201_000), (7000.0, 200_000)]
-
-
-def test_rows_of_memory_over_time_by_hand() -> None:
-    """GPipe on one device, both micro-batches recomputed: F0 F1 R1 B1 R0 B0."""
-    memory = StageMemory(saved=[100], inputs=[7], fixed=[1000])
-    record = step(stages=1, microbatches=2, mode=CheckpointMode.ALWAYS)
-    assert memory_over_time(record, memory) == [
-        (0.0, 0, 1000),
-        (0.0, 0, 1007),
-        (1.0, 0, 1014),
-        (2.0, 0, 1107),
-        (5.0, 0, 1007),
-        (5.0, 0, 1100),
-        (8.0, 0, 1000),
-    ]
-
-
-def test_a_phase_alone_holds_what_is_fixed() -> None:
-    found = counters(to_chrome([step(stages=2, phase=Phase.FORWARD)], memory=MEMORY))
-    assert found["dev:1", "predicted memory bytes"] == [(0.0, 200_000)]
 
 
 def test_memory_of_another_number_of_stages_is_refused() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -157,43 +156,6 @@ def valid(event: dict[str, Any]) -> bool:
     return bool(VALIDATOR.is_valid({"displayTimeUnit": "ms", "traceEvents": [event]}))
 
 
-def test_the_schema_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
-
-
-@pytest.mark.parametrize(
-    ("letter", "change"),
-    [
-        ("X", {"dur": -1}),
-        ("X", {"tid": 0}),
-        ("X", {"cname": "blue"}),
-        ("X", {"extra": 1}),
-        ("s", {"id": "0.3.5"}),
-        ("f", {"bp": "x"}),
-        ("s", {"bp": "e"}),
-        ("C", {"args": {}}),
-        ("C", {"args": {"bytes": "many"}}),
-        ("M", {"args": {"name": ""}}),
-        ("M", {"args": {"sort_index": 1}}),
-        ("M", {"tid": 1}),
-        ("i", {"s": "z"}),
-    ],
-)
-def test_the_schema_refuses_what_is_wrong(
-    measured: dict[str, list[StepRecord]], letter: str, change: dict[str, Any]
-) -> None:
-    event = of_phase(to_chrome(measured["failed"]), letter)[0]
-    assert valid(event)
-    assert not valid({**event, **change})
-
-
-@pytest.mark.parametrize("letter", list("XMstfCi"))
-def test_the_schema_asks_for_every_field(measured: dict[str, list[StepRecord]], letter: str) -> None:
-    event = of_phase(to_chrome(measured["failed"]), letter)[0]
-    for key in event:
-        assert not valid({name: value for name, value in event.items() if name != key}), key
-
-
 def test_every_trace_is_of_the_schema(traces: list[Trace]) -> None:
     for trace in traces:
         errors = list(VALIDATOR.iter_errors(json.loads(json.dumps(trace))))
@@ -236,22 +198,6 @@ def test_ends_of_arrows_lie_inside_slices(traces: list[Trace]) -> None:
         for ends in arrows.values():
             assert [letter for _, letter in ends] in (["s", "f"], ["s", "t", "f"])
             assert ends == sorted(ends, key=lambda end: end[0])
-
-
-def test_every_thread_has_one_name_and_a_number_from_1(traces: list[Trace]) -> None:
-    for trace in traces:
-        named = Counter(
-            (event["pid"], event["tid"]) for event in of_phase(trace, "M") if event["name"] == "thread_name"
-        )
-        used = {(event["pid"], event["tid"]) for event in of_phase(trace, "Xstfi")}
-        assert used <= named.keys()
-        assert set(named.values()) <= {1}
-        assert sorted(tid for _, tid in named) == list(range(1, len(named) + 1))
-        processes = Counter(event["pid"] for event in of_phase(trace, "M") if event["name"] == "process_name")
-        assert {event["pid"] for event in trace["traceEvents"]} == processes.keys()
-        assert set(processes.values()) <= {1}
-        # Perfetto takes a thread with the number of its process for the main one.
-        assert not processes.keys() & {tid for _, tid in named}
 
 
 def _arguments(event: dict[str, Any]) -> set[str]:
