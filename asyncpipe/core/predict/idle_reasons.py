@@ -158,12 +158,13 @@ class _Inputs:
         """The gap before a task, not yet divided."""
         number, began = time.task.number, self._result.began
         reads = self._reads(number)
-        made, landed, left = began, self._result.arrived.get(number, began), began
+        came = self._result.arrived.get(number, began)
+        made, landed, left = began, came, began
         for read in reads:
             copied = self._copied(read)
             made, landed, left = max(made, copied[0]), max(landed, copied[1]), max(left, copied[2])
         opened = self._result.gates_opened.get(number, began)
-        there = max([landed, opened, *(read.end for read in reads)])
+        there = max([came, opened, *(read.end for read in reads)])
         free = self._free[number]
         begins = min(max(time.start, free), max(time.end, free))
         return DividedGap(free, max(made, opened), landed, max(left, landed), there, begins)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -30,10 +29,10 @@ from asyncpipe.core.engine.events import (
 )
 from asyncpipe.core.engine.lane_use import Taken
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
-from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.ideal_bubble import IdealBubbles
+from asyncpipe.core.predict.idle_reasons import stage_idle
 from asyncpipe.core.predict.report import Report, TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
@@ -101,35 +100,13 @@ def count_tasks(found: Reference, record: StepRecord) -> None:
         found.values["task_duration_seconds", (str(time.task.stage), time.task.kind.value)].append(time.seconds)
 
 
-def read_times(graph: TaskGraph, number: int, result: Report) -> tuple[float, float, float, float]:
-    """When the last input of a task was produced, in its worker, sent by its copy, and on its device."""
-    times = {time.task.number: time for time in result.tasks}
-    produced = sent = arrived = max(0.0, result.gates_opened.get(number, 0.0))
-    landed = arrived = max(arrived, result.arrived.get(number, 0.0))
-    for dependency in graph.read_by(number):
-        if dependency in times:
-            arrived = max(arrived, times[dependency].end)
-            makers = graph.read_by(dependency) if graph.tasks[dependency].kind is TaskKind.COPY else [dependency]
-            produced = max([produced, *(times[maker].end for maker in makers if maker in times)])
-            if graph.tasks[dependency].kind is TaskKind.COPY:
-                landed = max(landed, read_times(graph, dependency, result)[-1])
-                sent = max(sent, times[dependency].start - waited_for_lane(graph, dependency, result))
-    landed = max(landed, produced)
-    return produced, landed, max(sent, landed), arrived
-
-
-def waited_for_lane(graph: TaskGraph, copy: int, result: Report) -> float:
-    """How long a copy was ready while its lane still ran earlier copies."""
-    ready = read_times(graph, copy, result)[-1]
-    before = [time.task.number for time in result.tasks].index(copy)
-    lane = graph.tasks[copy].lane
-    return max([0.0, *(time.end - ready for time in result.tasks[:before] if time.task.lane == lane)])
-
-
 def queue_times(found: Reference, graph: TaskGraph, result: Report) -> dict[str, float]:
     waited: dict[str, float] = defaultdict(float)
+    ended = {time.task.number: time.end for time in result.tasks}
     for time in result.tasks:
-        arrived = read_times(graph, time.task.number, result)[-1]
+        number = time.task.number
+        arrived = max(0.0, result.gates_opened.get(number, 0.0), result.arrived.get(number, 0.0))
+        arrived = max([arrived, *(ended[read] for read in graph.read_by(number) if read in ended)])
         seconds = max(time.start - arrived, 0.0)
         found.values["task_queue_seconds", (time.task.lane.device,)].append(seconds)
         waited[time.task.lane.device] += seconds
@@ -137,52 +114,18 @@ def queue_times(found: Reference, graph: TaskGraph, result: Report) -> dict[str,
 
 
 def busy_and_idle(found: Reference, record: StepRecord, result: Report) -> None:
-    graph = record.graph
-    for number, device in enumerate(graph.devices):
-        stages = [stage for stage, place in enumerate(graph.placement) if place == number] or [0]
-        for stage in stages:
-            found.add("stage_busy_seconds", str(stage), device, value=0)
-            for reason in ("dependency", "edge", "copy", "shared", "dispatch", "drain"):
-                found.add("stage_idle_seconds", str(stage), device, reason, value=0)
-        cursor, last = 0.0, stages[0]
-        for time in result.tasks:
-            if time.task.lane.device == device and time.task.lane.queue is Queue.COMPUTE:
-                last, place = time.task.stage, (str(time.task.stage), device)
-                start, end = max(time.start, cursor), max(time.end, cursor)
-                gap(found, place, cursor, start, read_times(graph, time.task.number, result), record)
-                found.add("stage_busy_seconds", *place, value=end - start)
-                cursor = end
-        found.add("stage_idle_seconds", str(last), device, "drain", value=result.seconds - cursor)
-
-
-def gap(
-    found: Reference,
-    place: tuple[str, str],
-    begin: float,
-    end: float,
-    read: tuple[float, ...],
-    record: StepRecord,
-) -> None:
-    produced, landed, sent, arrived = (min(max(moment, begin), end) for moment in read)
-    arrived = max(produced, arrived)
-    landed = min(landed, arrived)
-    sent = min(sent, arrived)
-    found.add("stage_idle_seconds", *place, "dependency", value=produced - begin)
-    found.add("stage_idle_seconds", *place, "edge", value=landed - produced)
-    found.add("stage_idle_seconds", *place, "copy", value=arrived - sent)
-    own = {lane: spans for lane, spans in record.notes.taken.items() if lane.device == place[1]}
-    compute = {lane: spans for lane, spans in own.items() if lane.queue is Queue.COMPUTE}
-    shared = taken_within(own, landed, sent, record) + taken_within(compute, arrived, end, record)
-    found.add("stage_idle_seconds", *place, "shared", value=shared)
-    found.add("stage_idle_seconds", *place, "dispatch", value=sent - landed + end - arrived - shared)
-
-
-def taken_within(taken: Mapping[Lane, Taken], since: float, until: float, record: StepRecord) -> float:
-    """The seconds between the two times, which count from the submission, in which others had the lanes."""
-    origin = record.journal[0][0]
-    spans = [span for account in taken.values() for span in pairwise(account) if span[1][1] > span[0][1]]
-    inside = [min(end - origin, until) - max(start - origin, since) for (start, _), (end, _) in spans]
-    return min(sum(seconds for seconds in inside if seconds > 0), until - since)
+    graph, cursor = record.graph, dict.fromkeys(record.graph.devices, 0.0)
+    for stage, idle in enumerate(stage_idle(record, result)):
+        device = graph.devices[graph.placement[stage]]
+        found.add("stage_busy_seconds", str(stage), device, value=0)
+        for reason, seconds in idle.items():
+            found.add("stage_idle_seconds", str(stage), device, reason.value, value=seconds)
+    for time in result.tasks:
+        device = time.task.lane.device
+        if time.task.lane.queue is Queue.COMPUTE:
+            start, end = max(time.start, cursor[device]), max(time.end, cursor[device])
+            found.add("stage_busy_seconds", str(time.task.stage), device, value=end - start)
+            cursor[device] = end
 
 
 def executors_and_copies(found: Reference, record: StepRecord, result: Report) -> None:
