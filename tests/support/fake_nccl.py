@@ -17,7 +17,6 @@ import torch
 from torch import distributed
 
 from asyncpipe.ops.edges import nccl
-from asyncpipe.ops.edges.connect import LOOPBACK
 from asyncpipe.ops.edges.pair_store import PairStore
 
 __all__ = ["FakeGroup", "replace_nccl"]
@@ -75,7 +74,7 @@ class FakeGroup:
     def __init__(self, store: PairStore, rank: int) -> None:
         gloo: Any = distributed.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._threads = 1
         options._timeout = timedelta(seconds=20)
         try:

@@ -69,8 +69,6 @@ class EdgeChannel:
         self._socket = connected
         self.descriptor = connected.fileno()
         """The socket's, to wait for what comes elsewhere."""
-        self.is_far = connected.family != socket.AF_UNIX
-        """Whether the peer is on another machine."""
         self._view = memoryview(bytearray(_BUFFER_SIZE))
         self._start = self._end = 0
         self._writing = threading.Lock()

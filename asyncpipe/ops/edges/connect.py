@@ -25,15 +25,13 @@ __all__ = ["HOST_TRANSPORTS", "TRANSPORTS", "Edges", "Pair", "connect"]
 
 Pair = tuple[int, int]
 """The workers that an edge leads from and to."""
-HOST_TRANSPORTS: dict[str, Callable[[torch.device, str], Transport]] = {
+HOST_TRANSPORTS: dict[str, Callable[[torch.device], Transport]] = {
     "shared_memory": SharedMemory,
     "connection": EdgeConnection,
 }
-"""Those by which tensors arrive on the host, wherever they were; given the worker's device, and the address at which
-the other worker reaches this one."""
+"""Those by which tensors arrive on the host, wherever they were; given the worker's device."""
 TRANSPORTS = {**HOST_TRANSPORTS, "nccl": Nccl}
 """All."""
-LOOPBACK = "127.0.0.1"
 
 
 class Edges:
@@ -90,10 +88,10 @@ def connect(
     deadline = time.monotonic() + timeout
     out: dict[int, EdgeOut] = {}
     into: dict[int, EdgeIn] = {}
-    with ExitStack() as made, ExitStack() as undo:
+    with ExitStack() as undo:
         for each in sockets.values():
             undo.callback(each.close)
-        by_pair = _transports(me, sockets, transport, device or torch.device("cpu"), made)
+        by_pair = _transports(me, sockets, transport, device or torch.device("cpu"))
         windows = {
             pair: check_positive("window", window if isinstance(window, int) else window[pair])
             for pair in sockets
@@ -123,30 +121,23 @@ def connect(
 
 
 def _transports(
-    me: int,
-    sockets: Mapping[Pair, socket.socket],
-    transport: str | Mapping[Pair, str],
-    device: torch.device,
-    made: ExitStack,
+    me: int, sockets: Mapping[Pair, socket.socket], transport: str | Mapping[Pair, str], device: torch.device
 ) -> dict[Pair, Transport]:
-    """The transport of each edge; one for all that have the same name, and are of the same address here."""
-    found: dict[tuple[str, str], Transport] = {}
+    """The transport of each edge; one for all that have the same name."""
+    found: dict[str, Transport] = {}
     by_pair: dict[Pair, Transport] = {}
     for pair, connected in sockets.items():
         if pair[0] == pair[1] or min(pair) < 0 or me not in pair:
             raise OptionError(f"worker {me} cannot have an edge from worker {pair[0]} to worker {pair[1]}")
         name = transport if isinstance(transport, str) else transport[pair]
         check_choice("transport", name, list(TRANSPORTS))
-        is_here = connected.family == socket.AF_UNIX
-        if name == "shared_memory" and not is_here:
+        if name == "shared_memory" and connected.family != socket.AF_UNIX:
             raise OptionError(
                 f"the edge {pair[0]} > {pair[1]} is between machines, which have no shared memory; use connection"
             )
-        key = name, LOOPBACK if is_here else connected.getsockname()[0]
-        if key not in found:
-            found[key] = TRANSPORTS[name](device, key[1])
-            made.callback(found[key].close)
-        by_pair[pair] = found[key]
+        if name not in found:
+            found[name] = TRANSPORTS[name](device)
+        by_pair[pair] = found[name]
     return by_pair
 
 

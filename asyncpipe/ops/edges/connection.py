@@ -27,7 +27,7 @@ class EdgeConnectionOut(PayloadOut):
 class EdgeConnection:
     """The transport."""
 
-    def __init__(self, device: torch.device, address: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         """``device`` is this worker's; messages arrive on the host."""
 
     def sender(self, store: PairStore) -> PayloadOut:
@@ -35,6 +35,3 @@ class EdgeConnection:
 
     def receiver(self, store: PairStore) -> PayloadIn:
         return PayloadIn()
-
-    def close(self) -> None:
-        pass

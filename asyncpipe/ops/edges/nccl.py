@@ -59,7 +59,7 @@ ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 class Nccl:
     """The transport."""
 
-    def __init__(self, device: torch.device, address: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         """``device`` is this worker's, and no other's. NCCL chooses its interfaces itself (``NCCL_SOCKET_IFNAME``)."""
         if not distributed.is_nccl_available():
             raise EdgeError("this torch has no NCCL; use the transport 'shared_memory'")
@@ -70,9 +70,6 @@ class Nccl:
 
     def receiver(self, store: PairStore) -> PayloadIn:
         return NcclIn(_Communicator(store, RECEIVER, self._device))
-
-    def close(self) -> None:
-        pass
 
 
 class _Communicator:

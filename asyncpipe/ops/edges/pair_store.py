@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -66,8 +65,3 @@ class PairStore(Store):
             self._values[name] = bytes(self.channel.read(frame.size, self.deadline))
         else:
             raise ValueError(f"a frame of kind {frame.kind} came while the edge was made")
-
-    @property
-    def seconds(self) -> float:
-        """Until the deadline."""
-        return max(0.001, self.deadline - time.monotonic())

@@ -92,17 +92,13 @@ class PayloadIn:
 
 
 class Transport(Protocol):
-    """Makes the sides of a worker's edges. There is one for all edges of a worker, at one of its addresses."""
+    """Makes the sides of a worker's edges. There is one for all edges of a worker."""
 
     def sender(self, store: PairStore) -> PayloadOut:
         """For one edge, made together with the receiver at the other end of ``store``."""
         ...
 
     def receiver(self, store: PairStore) -> PayloadIn: ...
-
-    def close(self) -> None:
-        """All edges are made: drop what is for making them."""
-        ...
 
 
 def empty(layout: TensorLayout, device: torch.device | None = None) -> Tensor:

@@ -28,7 +28,7 @@ DIRECT_BYTES = 1 << 18
 class SharedMemory:
     """The transport."""
 
-    def __init__(self, device: torch.device, address: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         """``device`` is this worker's; messages arrive on the host, which has both ends of an edge."""
 
     def sender(self, store: PairStore) -> PayloadOut:
@@ -45,9 +45,6 @@ class SharedMemory:
             return SharedMemoryIn(descriptor)
         finally:
             os.close(descriptor)
-
-    def close(self) -> None:
-        pass
 
 
 class SharedMemoryOut(PayloadOut):
