@@ -64,41 +64,41 @@ class EmbeddingStandIn(nn.Module):
         return self.handed.hidden.detach()
 
 
-class Skipped(nn.Module):
-    """In the place of a layer of an earlier stage: what the last of these has returned."""
+class _LayerStandIn(nn.Module):
+    """In the place of a layer, with its plain attributes: a model looks up which mask a layer wants."""
+
+    has_layer = True
 
     def __init__(self, handed: Handed, layer: nn.Module) -> None:
         super().__init__()
         self.handed = handed
-        _resemble(self, layer)
+        if self.has_layer:
+            self.layer = layer
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float) and name not in vars(self):
+                setattr(self, name, value)
+
+
+class Skipped(_LayerStandIn):
+    """In the place of a layer of an earlier stage: what the last of these has returned."""
+
+    has_layer = False
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """What the stage has received."""
         return self.handed.received
 
 
-class ResumedLayer(nn.Module):
+class ResumedLayer(_LayerStandIn):
     """The model's first layer, where the embeddings are in the stage before: it gets their hidden states."""
-
-    def __init__(self, handed: Handed, layer: nn.Module) -> None:
-        super().__init__()
-        self.handed = handed
-        self.layer = layer
-        _resemble(self, layer)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the layer."""
         return self.layer(self.handed.hidden, *args, **kwargs)
 
 
-class KeptLayer(nn.Module):
+class KeptLayer(_LayerStandIn):
     """The last layer of a stage: what it returns is sent."""
-
-    def __init__(self, handed: Handed, layer: nn.Module) -> None:
-        super().__init__()
-        self.handed = handed
-        self.layer = layer
-        _resemble(self, layer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer."""
@@ -112,10 +112,3 @@ class PassedOn(nn.Module):
     def forward(self, value: Any, *_: Any, **__: Any) -> Any:
         """Return ``value``."""
         return value
-
-
-def _resemble(stand_in: nn.Module, layer: nn.Module) -> None:
-    """Give ``stand_in`` the plain attributes of ``layer``: a model looks up which mask a layer wants."""
-    for name, value in vars(layer).items():
-        if isinstance(value, str | int | float) and name not in vars(stand_in):
-            setattr(stand_in, name, value)

@@ -31,15 +31,15 @@ def trace_at_layers(module: nn.Module, model: nn.Module, batch: Any, loss: Count
             f"{name} has no list of layers that are alike, between which it could be cut; cut it with "
             "asyncpipe.trace(model, example, split=[…]) and give the result to Pipeline"
         )
-    prepare = _TracedInputs(model, loss is not None)
+    takes = _TracedTakes(model, loss is not None)
     try:
-        staged = trace(model, prepare.arguments(Arguments.wrap(keywords(batch))), layers)
+        staged = trace(model, takes.arguments(Arguments.wrap(keywords(batch))), layers)
     except TraceError as error:
         raise OptionError(
             f"{name} is of a family that is not known, and cannot be traced: {error}; cut it by hand into a list of "
             "stages and give it to Pipeline"
         ) from error
-    return _wrapped(staged, module, prepare, loss)
+    return _wrapped(staged, module, takes, loss)
 
 
 def _layer_names(model: nn.Module) -> list[str]:
@@ -55,11 +55,13 @@ def _layer_names(model: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _TracedInputs:
-    """A batch as the arguments that a model was traced with."""
+class _TracedTakes:
+    """What stages take of a batch, as the arguments that a model was traced with."""
 
     model: Any
     has_loss: bool
+    traced: Any = None
+    """What they take of those arguments; ``None`` until the model is traced."""
 
     def arguments(self, given: Arguments) -> Arguments:
         inputs = model_inputs(self.model, given, has_loss=self.has_loss)
@@ -67,14 +69,8 @@ class _TracedInputs:
             inputs["use_cache"] = False
         return Arguments((), inputs)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TracedTakes:
-    prepare: _TracedInputs
-    traced: Any
-
     def __call__(self, arguments: Arguments) -> dict[int, Any]:
-        taken: dict[int, Any] = self.traced(self.prepare.arguments(arguments))
+        taken: dict[int, Any] = self.traced(self.arguments(arguments))
         return taken
 
 
@@ -82,16 +78,16 @@ class _TracedTakes:
 class _JoinTraced:
     whole: StagedModel
     module: nn.Module
-    prepare: _TracedInputs
+    takes: _TracedTakes
     loss: CountedLoss | None
 
     def __call__(self, module: nn.Module, balance: Sequence[int]) -> StagedModel:
         # Whether it is a copy, the trace knows.
         inner = self.whole.module if module is self.module else module
         assert self.whole.join is not None
-        return _wrapped(self.whole.join(inner, balance), self.module, self.prepare, self.loss)
+        return _wrapped(self.whole.join(inner, balance), self.module, self.takes, self.loss)
 
 
-def _wrapped(staged: StagedModel, module: nn.Module, prepare: _TracedInputs, loss: CountedLoss | None) -> StagedModel:
-    takes, join = _TracedTakes(prepare, staged.takes), _JoinTraced(staged, module, prepare, loss)
+def _wrapped(staged: StagedModel, module: nn.Module, takes: _TracedTakes, loss: CountedLoss | None) -> StagedModel:
+    takes, join = replace(takes, traced=staged.takes), _JoinTraced(staged, module, takes, loss)
     return replace(staged, module=module, takes=takes, join=join, own_loss=loss, is_fine=True)
