@@ -294,19 +294,6 @@ class Counter(nn.Module):
         return x * self.weight * (1 + 0.1 * self.calls.to(x.dtype))
 
 
-class PythonCounter(nn.Module):
-    """Counts its forwards in a Python number of its own, which nothing reads in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * self.weight
-
-
 class Centroids(nn.Module):
     """A codebook that follows its inputs (as in VQ-VAE), with a straight-through gradient."""
 
@@ -340,19 +327,6 @@ class Memory(nn.Module):
         y = self.linear(x) + self.last
         self.last = y.detach().reshape(-1, WIDTH).mean(0)
         return y
-
-
-class PlainState(nn.Module):
-    """Keeps a running tensor in an ordinary attribute, which no pipeline can see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.total = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.total = self.total + 1
-        return x * self.weight
 
 
 # In place
