@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ SHOW_EPILOG = """\
 formats:
   text   a timeline: a row a device, F0 the forward of micro-batch 0, B a backward, I and W its halves (input and
          weight gradients), R a recompute, dots where the device is idle; stage numbers follow (F0.4) if a
-         device has several. In colours on a terminal, unless NO_COLOR is set
+         device has several
   html   a page with a timeline and the figures of each schedule, on one time scale; open it in a browser
   svg    one timeline as a picture, with arrows between devices in small graphs
   csv    the order in the notation of torch.distributed.pipelining, which has no costs or recomputation
@@ -93,7 +92,6 @@ def add_parser(subparsers: Subparsers) -> None:
     add_costs_argument(show)
     show.add_argument("--format", choices=FORMATS, default="text", help="default: text")
     show.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of the standard output")
-    show.add_argument("--no-color", action="store_true", help="no colours on a terminal")
     show.set_defaults(run=_show)
 
 
@@ -157,12 +155,10 @@ def _text(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     # In a pipe or file the timeline is exact and as wide as needed; on a terminal it is scaled to fit.
     to_terminal = args.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if to_terminal else None
-    wanted = not (args.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb")
-    colour = to_terminal and wanted
     texts = []
     for shown in several:
         record, copies = simulate(shown.graph, shown.costs), shown.costs.copy > 0
-        texts.append(f"{shown.title}\n\n{text_timeline(record, width, copies=copies, virtual=True, colour=colour)}")
+        texts.append(f"{shown.title}\n\n{text_timeline(record, width, copies=copies, virtual=True)}")
     return "\n".join(texts)
 
 

@@ -25,32 +25,28 @@ class TaskKind(StrEnum):
     """The name in legends."""
     colour: str
     """The background of the task in pictures, ``#rrggbb``; dark text is readable on each."""
-    ansi_colour: int
-    """The nearest of a terminal's 256 colours. The first sixteen are not used: themes redefine them."""
     trace_colour: str
     """The name in Chrome's fixed list of colours, the only ones that a Chrome trace can ask for."""
 
-    FORWARD = "F", "forward", "#7fb3e0", 110, "thread_state_runnable"
-    RECOMPUTE = "R", "recompute", "#f7dc6f", 221, "yellow"
-    BACKWARD = "B", "backward", "#82c77f", 114, "good"
-    INPUT_GRADIENT = "I", "input gradient", "#4fc3b8", 79, "thread_state_running"
-    WEIGHT_GRADIENT = "W", "weight gradient", "#c7a6e2", 183, "olive"
-    COPY = "C", "copy", "#9aa5b1", 248, "grey"
-    UPDATE = "U", "update", "#f0a58f", 216, "generic_work"
-    SUM = "S", "sum", "#f2b5d0", 218, "rail_animation"
+    FORWARD = "F", "forward", "#7fb3e0", "thread_state_runnable"
+    RECOMPUTE = "R", "recompute", "#f7dc6f", "yellow"
+    BACKWARD = "B", "backward", "#82c77f", "good"
+    INPUT_GRADIENT = "I", "input gradient", "#4fc3b8", "thread_state_running"
+    WEIGHT_GRADIENT = "W", "weight gradient", "#c7a6e2", "olive"
+    COPY = "C", "copy", "#9aa5b1", "grey"
+    UPDATE = "U", "update", "#f0a58f", "generic_work"
+    SUM = "S", "sum", "#f2b5d0", "rail_animation"
     """Adds the gradients of a tied parameter's replicas to its own."""
-    OFFLOAD = "O", "offload", "#d9b38c", 180, "light_memory_dump"
+    OFFLOAD = "O", "offload", "#d9b38c", "light_memory_dump"
     """Copies what a forward keeps for its backward to the host's memory, and frees it on the device."""
-    LOAD = "L", "load", "#b5d96b", 149, "rail_load"
+    LOAD = "L", "load", "#b5d96b", "rail_load"
     """Brings back what O has offloaded."""
 
     # The defaults are for type checkers, to which ``TaskKind("F")`` is a call of this, and not the look-up that it is.
-    def __new__(
-        cls, letter: str, word: str = "", colour: str = "", ansi_colour: int = 0, trace_colour: str = ""
-    ) -> Self:
+    def __new__(cls, letter: str, word: str = "", colour: str = "", trace_colour: str = "") -> Self:
         kind = str.__new__(cls, letter)
         kind._value_ = letter
-        kind.word, kind.colour, kind.ansi_colour, kind.trace_colour = word, colour, ansi_colour, trace_colour
+        kind.word, kind.colour, kind.trace_colour = word, colour, trace_colour
         return kind
 
 

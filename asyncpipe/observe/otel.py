@@ -16,8 +16,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, TaskCompleted
-from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.engine.events import Outcome, StepCompleted
+from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import missing_package
 
@@ -38,7 +38,7 @@ class StepSpans:
 
     Attributes start with ``asyncpipe.``: job, step, phase, schedule, stages, microbatches, devices, tasks, outcome,
     tasks_completed and, if the step succeeded, bubble_ratio, busiest_device and busiest_utilization (from 0 to 1).
-    A failed step has the status *error*, failed_task, and an event ``exception`` with its type and message.
+    A failed step has the status *error*, failed_task, and an event ``exception`` with its type, message and traceback.
     Nothing of a record is kept: neither its error, whose traceback would hold tensors, nor its graph.
     """
 
@@ -54,10 +54,7 @@ class StepSpans:
         self._links = [trace.Link(current)] if current.is_valid else []
 
     def step_completed(self, record: StepRecord) -> None:
-        """Make the span of ``record``, in one pass over its journal, or none if the step is not sampled.
-
-        Takes about 70 µs for 144 tasks with the SDK, and 0.3 µs a task for large graphs.
-        """
+        """Make the span of ``record``, or none if the step is not sampled; takes about 5 µs a task."""
         if not record.journal:
             return
         to_wall = time.time_ns() - time.perf_counter_ns()
@@ -70,7 +67,9 @@ class StepSpans:
         )
         end = record.journal[-1][0]
         if span.is_recording():
-            end = max(end, _describe(span, record, to_wall))
+            result = report(record)
+            _describe(span, record, result)
+            end = max(end, result.origin + result.end)
         span.end(end_time=to_wall + _nanoseconds(end))
 
 
@@ -94,49 +93,19 @@ def _identity(job: str, record: StepRecord) -> Attributes:
     }
 
 
-def _describe(span: Span, record: StepRecord, to_wall: int) -> float:
-    """Set the attributes that follow from the journal; returns the time at which the last task ended.
-
-    ``to_wall`` is the difference between the Unix time and the journal's clock, in nanoseconds.
-    """
-    begin = last = record.journal[0][0]
-    graph = record.graph
-    lane_of, completed = graph.lane_of, 0
-    busy = [0.0] * len(graph.lanes)
-    for _, event in record.journal:
-        if type(event) is TaskCompleted:
-            ended = event.ended
-            busy[lane_of[event.task]] += ended - event.started
-            completed += 1
-            if ended > last:
-                last = ended
-    span.set_attribute("asyncpipe.tasks_completed", completed)
-    if record.outcome is Outcome.OK:
-        seconds = last - begin
-        computed = dict.fromkeys(graph.own_devices, 0.0)
-        for lane, taken in zip(graph.lanes, busy, strict=True):
-            if lane.queue is Queue.COMPUTE:
-                computed[lane.device] += taken
-        busiest = max(computed, key=computed.__getitem__)
-        bubble = 1.0 - sum(computed.values()) / (seconds * len(computed)) if seconds else 0.0
-        span.set_attribute("asyncpipe.bubble_ratio", bubble)
-        span.set_attribute("asyncpipe.busiest_device", busiest)
-        span.set_attribute("asyncpipe.busiest_utilization", computed[busiest] / seconds if seconds else 0.0)
-    elif record.outcome is Outcome.FAILED:
-        _describe_failure(span, record, to_wall)
-    return last
-
-
-def _describe_failure(span: Span, record: StepRecord, to_wall: int) -> None:
+def _describe(span: Span, record: StepRecord, result: Report) -> None:
+    """Set the attributes that follow from the journal, and the status."""
     from opentelemetry.trace import Status, StatusCode
 
-    for at, event in record.journal:
+    span.set_attribute("asyncpipe.tasks_completed", len(result.tasks))
+    if record.outcome is Outcome.OK:
+        busiest = max(result.device_utilization, key=result.device_utilization.__getitem__)
+        span.set_attribute("asyncpipe.bubble_ratio", result.bubble_ratio)
+        span.set_attribute("asyncpipe.busiest_device", busiest)
+        span.set_attribute("asyncpipe.busiest_utilization", result.device_utilization[busiest])
+    for _, event in record.journal:
         if isinstance(event, StepCompleted) and event.error is not None:
-            kind, message = type(event.error), str(event.error)
-            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
             if event.failed_task is not None:
                 span.set_attribute("asyncpipe.failed_task", record.graph.tasks[event.failed_task].id)
-            span.set_attribute("error.type", name)
-            exception = {"exception.type": name, "exception.message": message}
-            span.add_event("exception", exception, timestamp=to_wall + _nanoseconds(at))
-            span.set_status(Status(StatusCode.ERROR, f"{kind.__name__}: {message}"))
+            span.record_exception(event.error)
+            span.set_status(Status(StatusCode.ERROR, f"{type(event.error).__name__}: {event.error}"))

@@ -18,6 +18,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
 from time import monotonic, thread_time
@@ -33,9 +34,6 @@ complete for pages that open later."""
 REST = 50.0
 """A snapshot that computed for a second is followed by this many seconds without one, so that the snapshots of huge
 graphs do not slow down the training."""
-KEEP_ALIVE_SECONDS = 15.0
-"""Proxies close connections that are silent for about a minute."""
-KEEP_ALIVE = b": nothing new\n\n"
 
 _logger = logging.getLogger(__name__)
 
@@ -117,8 +115,7 @@ class LiveFeed:
     async def follow(self, seen: str | None = None) -> AsyncGenerator[bytes, None]:
         """The events for one page: the newest message unless its id is ``seen``, then each newest one.
 
-        A page that is slow to ask for the next event skips messages. Comments keep the connection open. Ends after the
-        last message.
+        A page that is slow to ask for the next event skips messages. Ends after the last message.
         """
         self._followers += 1
         self._wanted.set()
@@ -129,9 +126,8 @@ class LiveFeed:
                     seen = message.id
                     yield message.event
                 # Nothing is awaited between reading the event and the message, so no change is missed.
-                changed = self._changed
-                if self._message is message and not await _set_within(changed, KEEP_ALIVE_SECONDS):
-                    yield KEEP_ALIVE
+                if self._message is message:
+                    await self._changed.wait()
                 assert self._message is not None
                 message = self._message
             yield message.event
@@ -143,7 +139,9 @@ class LiveFeed:
             # Cleared before the snapshot, so that a follower who arrives during it ends the pause after it.
             self._wanted.clear()
             await self.newest()
-            await _set_within(self._wanted, WATCHED_SECONDS if self._followers else UNWATCHED_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCHED_SECONDS if self._followers else UNWATCHED_SECONDS):
+                    await self._wanted.wait()
 
     async def _make_message(self, version: tuple[int, ...]) -> Message:
         """The message of ``version`` of the view; if the snapshot fails, which is a bug, the last data again."""
@@ -175,13 +173,3 @@ class LiveFeed:
 
 def _json(state: dict[str, Any]) -> bytes:
     return json.dumps(state, allow_nan=False, separators=(",", ":")).encode()
-
-
-async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether ``event`` was set within ``seconds``."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -6,6 +6,7 @@ that is prevented.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncpipe.observe.http_hosts import host_name, own_host
-from asyncpipe.observe.live.event_streams import EventStream
+from asyncpipe.observe.live.event_streams import EventStream, until
 from asyncpipe.observe.live.feed import LiveFeed
 
 __all__ = ["FILES", "HEADERS", "SecurityHeaders", "file_route", "file_routes", "file_text", "make_app"]
@@ -90,7 +91,8 @@ def make_app(feed: LiveFeed, hosts: Iterable[str]) -> Starlette:
     async def events(request: Request) -> EventStream:
         """The newest state and every newer one, as server-sent events."""
         feed.start()
-        return EventStream(feed.follow(request.headers.get("Last-Event-ID")))
+        # The end of the lifespan closes the feed, which sends a last message.
+        return EventStream(until(asyncio.Event(), lambda: True, feed.follow(request.headers.get("Last-Event-ID"))))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

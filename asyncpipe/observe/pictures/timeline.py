@@ -73,15 +73,13 @@ def text_timeline(
     *,
     copies: bool = False,
     virtual: bool = False,
-    colour: bool = False,
 ) -> str:
     """The step as text: a time axis, one row a device, a legend and a line of key figures; ends with a newline.
 
     Several steps, in the order of their submissions, share one axis; a bar stands where a device begins the next one.
     ``width`` is the number of columns to use; the default is what the labels of an exact timeline need, and 100 for
     others. ``copies`` adds the copy lanes. ``virtual`` times are printed as bare numbers, others with units. Cells read
-    ``F0`` (kind and micro-batch), or ``F0.4`` (with the stage) if a device has several stages. With ``colour``, cells
-    have the background of their kind, by ANSI escapes for a terminal of 256 colours.
+    ``F0`` (kind and micro-batch), or ``F0.4`` (with the stage) if a device has several stages.
     """
     records = [record] if isinstance(record, StepRecord) else record
     devices, results = common_devices(records), reports(records)
@@ -106,11 +104,11 @@ def text_timeline(
     lines.append("time".ljust(margin) + _axis(scale, longest, virtual=virtual))
     for name, (lane, times) in zip(names, rows.items(), strict=True):
         others = _columns_within(taken.get(lane, ()), scale)
-        cells = _cells(times, starts.get(lane, ()), others, scale, label, colour=colour)
+        cells = _cells(times, starts.get(lane, ()), others, scale, label)
         lines.append(name.ljust(margin) + "".join(cells))
     kinds = kinds_of(shown)
-    if colour or set(kinds) - SELF_EVIDENT:
-        lines += ["", _legend(kinds, colour=colour)]
+    if set(kinds) - SELF_EVIDENT:
+        lines += ["", ", ".join(f"{kind.value} {kind.word}" for kind in kinds)]
     if taken:
         lines += ["", f"{TAKEN} another job had the device"]
     figures = summary(results, training=records[0].graph.training, virtual=virtual)
@@ -251,8 +249,6 @@ def _cells(
     others: Set[int],
     scale: _ColumnScale,
     label: Callable[[Task], str],
-    *,
-    colour: bool,
 ) -> Iterator[str]:
     bars = {round(start / scale.seconds) - 1 for start in starts}
     cells: list[TaskTime | str | None] = [
@@ -267,24 +263,7 @@ def _cells(
         if isinstance(shown, str):
             yield shown * width
             continue
-        cell = _cell(label(shown.task), width)
-        if colour:
-            # The gap at its end stays bare, so that cells remain separate.
-            drawn = cell.rstrip()
-            cell = _painted(drawn.replace("─", " "), shown.task.kind) + " " * (len(cell) - len(drawn))
-        yield cell
-
-
-def _painted(text: str, kind: TaskKind) -> str:
-    """Black ``text`` on the colour of ``kind``."""
-    return f"\x1b[38;5;16;48;5;{kind.ansi_colour}m{text}\x1b[0m"
-
-
-def _legend(kinds: Sequence[TaskKind], *, colour: bool) -> str:
-    """``F forward, I input gradient``; with ``colour``, each letter on the colour of its kind."""
-    if colour:
-        return "   ".join(f"{_painted(f' {kind.value} ', kind)} {kind.word}" for kind in kinds)
-    return ", ".join(f"{kind.value} {kind.word}" for kind in kinds)
+        yield _cell(label(shown.task), width)
 
 
 def _columns(times: Sequence[TaskTime], scale: _ColumnScale) -> list[TaskTime | None]:

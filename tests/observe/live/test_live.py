@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -16,21 +16,18 @@ import pytest
 from aiohttp import ClientSession
 from starlette.applications import Starlette
 from starlette.routing import Mount
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.observe import http_server
-from asyncpipe.observe.http_hosts import shown_address
 from asyncpipe.observe.http_server import served
 from asyncpipe.observe.live import LiveView, event_streams, live_app, serve_live
 from asyncpipe.observe.live import feed as live_feed
 from asyncpipe.observe.live import handlers as live_http
-from asyncpipe.observe.live import server as live
-from asyncpipe.observe.live.feed import KEEP_ALIVE, LiveFeed
+from asyncpipe.observe.live.event_streams import KEEP_ALIVE
+from asyncpipe.observe.live.feed import LiveFeed
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
@@ -149,7 +146,8 @@ async def test_the_state_is_told_once_as_json(view: CountedView) -> None:
 
 @pytest.mark.usefixtures("quick")
 async def test_where_nothing_is_new_only_comments_are_sent(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(event_streams, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(event_streams, "KEEP_ALIVE_SECONDS", 0.05)
     async with connected(view) as client, client.get("/events") as response:
         await next_block(response)
         await next_event(response)
@@ -284,51 +282,6 @@ async def test_a_run_that_ends_is_told_while_the_server_goes_on(view: CountedVie
             assert await response.content.read() == b""
 
 
-async def test_a_page_that_takes_nothing_does_not_hold_up_the_end(
-    view: CountedView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "SHUTDOWN_SECONDS", 0.05)
-    view.filling = "x" * (8 << 20)
-    stuck = asyncio.Event()
-    pause = H11Protocol.pause_writing
-    monkeypatch.setattr(H11Protocol, "pause_writing", lambda connection: stuck.set() or pause(connection))
-    loop = asyncio.get_running_loop()
-    with socket.socket() as line:
-        line.setblocking(False)
-        async with asyncio.timeout(10):
-            async with serve_live(view, 0) as server:
-                await loop.sock_connect(line, ("127.0.0.1", server.port))
-                await loop.sock_sendall(line, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                await stuck.wait()
-
-
-async def test_a_page_that_was_closed_is_forgotten(view: CountedView, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.01)
-    made: list[LiveFeed] = []
-    left = asyncio.Event()
-
-    class KnownFeed(LiveFeed):
-        async def follow(self, seen: str | None = None) -> AsyncGenerator[bytes, None]:
-            made.append(self)
-            try:
-                async with aclosing(super().follow(seen)) as events:
-                    async for event in events:
-                        yield event
-            finally:
-                left.set()
-
-    monkeypatch.setattr(live, "LiveFeed", KnownFeed)
-    async with connected(view) as client:
-        async with client.get("/events") as response:
-            await next_block(response)
-            await next_event(response)
-            assert made[0].followers == 1
-        # Noticed when the next comment is sent.
-        async with asyncio.timeout(10):
-            await left.wait()
-        assert made[0].followers == 0
-
-
 # Whom it answers
 
 
@@ -452,17 +405,6 @@ async def test_a_port_that_is_taken_is_an_option_error(view: CountedView) -> Non
         with pytest.raises(OptionError, match=rf"cannot serve the live view on 127\.0\.0\.1:{port}: .*in use"):
             async with serve_live(view, port):
                 pass
-
-
-def test_the_address_in_a_url() -> None:
-    shown = {address: shown_address(address) for address in ("::1", "::", "0.0.0.0", "10.0.0.1", "gpu-box")}
-    assert shown == {
-        "::1": "[::1]",
-        "::": "[::1]",
-        "0.0.0.0": "127.0.0.1",
-        "10.0.0.1": "10.0.0.1",
-        "gpu-box": "gpu-box",
-    }
 
 
 @pytest.mark.parametrize("missing", ["starlette.applications", "uvicorn"])

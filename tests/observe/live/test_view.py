@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.engine.events import GateOpened, Outcome, StepCompleted, StepSubmitted, TaskFailed
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepSubmitted, TaskFailed
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
@@ -26,7 +26,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostError
+from asyncpipe.errors import HangError, HungTaskError, WorkerLostError
 from asyncpipe.observe.live import step_data
 from asyncpipe.observe.live import view as live_view
 from asyncpipe.observe.live.view import LiveView, Series
@@ -83,14 +83,6 @@ def test_busy_and_idle_shares_of_a_device_add_up_to_the_step() -> None:
     assert shares == pytest.approx(dict.fromkeys(shares, 1.0), abs=2e-3)
 
 
-def test_the_ideal_bubble_is_that_of_even_stages_and_free_copies() -> None:
-    view, graph = LiveView(), lowered()
-    view.step_completed(simulate(graph, slow_stage))
-    step = fold(view)["step"]
-    assert step["ideal"] == pytest.approx(3 / (8 + 3), rel=1e-3)
-    assert step["bubble"] > step["ideal"]
-
-
 def test_each_task_is_drawn_where_it_ran() -> None:
     view, graph = LiveView(), lowered("gpipe", 2, 3, 2)
     record = simulate(graph, Costs(copy=0.25))
@@ -112,17 +104,6 @@ def test_too_many_tasks_are_counted_and_not_drawn(monkeypatch: pytest.MonkeyPatc
     timeline = fold(view)["timeline"]
     assert (timeline["tasks"], timeline["count"]) == ([], len(graph.tasks))
     assert len(fold(view)["step"]["stages"]) == 4
-
-
-def test_a_backward_of_its_own_has_gates_and_no_stage_in_flight() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(2, 3, 2), checkpoint=CheckpointMode("never"), phase=Phase.BACKWARD)
-    record = simulate(graph)
-    assert any(isinstance(event, GateOpened) for _, event in record.journal)
-    view = LiveView()
-    view.step_completed(record)
-    step = fold(view)["step"]
-    assert step["phase"] == "backward"
-    assert [stage["in_flight"] for stage in step["stages"]] == [None, None]
 
 
 def test_workers_are_shown_with_what_they_have_sent_since_the_run_began() -> None:
@@ -155,14 +136,6 @@ def test_workers_are_shown_with_what_they_have_sent_since_the_run_began() -> Non
     ]
     view.worker_changed(WorkerChange("b", WorkerState.UP, 9, ("dev:1",), is_restart=True))
     assert [(row["state"], row["how"], row["pid"]) for row in fold(view)["workers"]][1] == ("up", "", 9)
-
-
-def test_a_whole_step_is_a_pass_through_json_of_some_kilobytes() -> None:
-    view = LiveView()
-    view.step_completed(simulate(lowered("1f1b", 4, 64, 4), slow_stage))
-    for step in range(5000):
-        view.training_step(1 / (step + 1), 8, 800, 0.1234567)
-    assert len(json.dumps(view.snapshot(), separators=(",", ":"))) < 100_000
 
 
 # What is kept
@@ -272,11 +245,6 @@ def test_a_loss_that_is_not_finite_is_null(loss: float) -> None:
     state = fold(view)
     assert state["training"]["loss"] is None
     assert [point[1] for point in state["history"]] == [2, None]
-
-
-def test_a_negative_number_of_steps_is_refused() -> None:
-    with pytest.raises(OptionError, match="steps must not be negative"):
-        LiveView(steps=-1)
 
 
 # Series

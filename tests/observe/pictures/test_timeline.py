@@ -110,18 +110,6 @@ def test_halves_of_a_backward_have_letters_and_a_legend() -> None:
     )
 
 
-def test_colours_are_backgrounds_and_change_nothing_else() -> None:
-    plain, coloured = (text_timeline(halves(), virtual=True, colour=colour) for colour in (False, True))
-    assert "\x1b" not in plain
-    rows = [line for line in coloured.splitlines() if line.startswith("dev:")]
-    bare = [re.sub(r"\x1b\[[\d;]*m", "", row).rstrip() for row in rows]
-    assert bare == [row.replace("─", " ").rstrip() for row in plain.splitlines()[1:3]]
-    spans = re.findall(r"\x1b\[38;5;16;48;5;(\d+)m([^\x1b]*)\x1b\[0m", rows[0])
-    assert [text for _, text in spans] == ["F0", "F1", "F2", "I0", "W0", "I1", "W1", "B2   "]
-    assert all(int(colour) == TaskKind(text[0]).ansi_colour for colour, text in spans)
-    assert f"48;5;{TaskKind.WEIGHT_GRADIENT.ansi_colour}m W \x1b[0m weight gradient" in coloured
-
-
 def test_real_times_fill_the_width_and_carry_a_unit() -> None:
     costs = Costs(forward=0.00123457, backward=0.00251, copy=0.00011)
     text = text_timeline(simulated(costs=costs), 80)

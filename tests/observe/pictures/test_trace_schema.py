@@ -152,10 +152,6 @@ def of_phase(trace: Trace, letters: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] in letters]
 
 
-def valid(event: dict[str, Any]) -> bool:
-    return bool(VALIDATOR.is_valid({"displayTimeUnit": "ms", "traceEvents": [event]}))
-
-
 def test_every_trace_is_of_the_schema(traces: list[Trace]) -> None:
     for trace in traces:
         errors = list(VALIDATOR.iter_errors(json.loads(json.dumps(trace))))
@@ -178,51 +174,3 @@ def test_slices_of_a_thread_do_not_overlap(traces: list[Trace]) -> None:
             threads.setdefault(event["tid"], []).append((begin, begin + length))
         for slices in threads.values():
             assert all(first[1] <= second[0] for first, second in pairwise(sorted(slices)))
-
-
-def test_ends_of_arrows_lie_inside_slices(traces: list[Trace]) -> None:
-    """Each in one, and an arrow goes from its start over its steps to one end, never back in time."""
-    for trace in traces:
-        slices = [event for event in of_phase(trace, "X") if event["dur"] > 0]
-        arrows: dict[int, list[tuple[float, str]]] = {}
-        for event in of_phase(trace, "stf"):
-            around = [
-                piece
-                for piece in slices
-                if piece["tid"] == event["tid"] and piece["ts"] <= event["ts"] < piece["ts"] + piece["dur"]
-            ]
-            assert len(around) == 1, event
-            assert around[0]["pid"] == event["pid"]
-            arrows.setdefault(event["id"], []).append((event["ts"], event["ph"]))
-        assert arrows or not slices
-        for ends in arrows.values():
-            assert [letter for _, letter in ends] in (["s", "f"], ["s", "t", "f"])
-            assert ends == sorted(ends, key=lambda end: end[0])
-
-
-def _arguments(event: dict[str, Any]) -> set[str]:
-    """The keys of its arguments, without the bytes of a copy, which only measured traces have."""
-    keys = set(event.get("args", {}))
-    return keys - {"bytes"} if event.get("cat") == "copy" else keys
-
-
-def test_measured_and_simulated_steps_have_the_same_form(measured: dict[str, list[StepRecord]]) -> None:
-    """Except for the copied bytes, which only measured traces have."""
-    (record,) = measured["one"]
-    again = simulate(record.graph, Costs(recompute=1, copy=0.25))
-    memory = StageMemory([1] * 4, [1] * 4, [1] * 4)
-
-    def form(trace: Trace) -> set[tuple[str, ...]]:
-        """Of each kind of event its keys, and those of its arguments."""
-        return {
-            (event["ph"], event.get("cat", ""), *sorted(event), *sorted(_arguments(event)))
-            for event in of_phase(trace, "XstfC")
-        }
-
-    real, predicted = to_chrome([record]), to_chrome([again], memory=memory)
-    assert form(real) == form(predicted)
-    tasks = [
-        {event["name"]: event["cname"] for event in of_phase(trace, "X") if event["cat"] != "step"}
-        for trace in (real, predicted)
-    ]
-    assert tasks[0] == tasks[1]
