@@ -142,7 +142,7 @@ def _orders(schedule: Schedule, shape: Shape, placement: tuple[int, ...], phase:
             yield [Action(_B, i, j) for _, i, j in reversed(forwards)]
 
 
-class _Arrival(NamedTuple):
+class _OrderedCopy(NamedTuple):
     """A copy of one micro-batch. Sorts by when it is needed; of those for one task, the one from furthest is first."""
 
     consumer: int
@@ -190,7 +190,7 @@ class _Builder:
         """The last action of each stage; in a ruled schedule, all that compute gradients of its parameters."""
         self._sums: dict[int, int] = {}
         """S of each stage that owns tied parameters."""
-        self._arrivals: dict[int, list[_Arrival]] = {}
+        self._to_order: dict[int, list[_OrderedCopy]] = {}
         """The copies of each lane, by its position, that gets copies from several devices in an ordered schedule."""
         self._queues = _USUAL_QUEUES
         self._places: dict[int, float] = {}
@@ -274,14 +274,14 @@ class _Builder:
     def add_transfers(self) -> None:
         """Add the data edges between stages, with copies where the device changes. Call it last."""
         if self._ruled is None:
-            self._arrivals = self._lanes_to_order()
+            self._to_order = self._lanes_to_order()
         for source, user in self.wiring.links:
             for i in range(self.shape.microbatches):
                 if self.phase is not Phase.BACKWARD:
                     self._transfer(i, source, user, self._forward)
                 if self.phase is not Phase.FORWARD:
                     self._transfer(i, user, source, self._backward)
-        self._order_arrivals()
+        self._order_copies()
         for owner, user in self.wiring.ties:
             if self.phase is not Phase.BACKWARD:
                 values = self._add(_C, WHOLE_STEP, user, (), owner)
@@ -296,11 +296,11 @@ class _Builder:
             self._depend(self._recompute[stage][i], producer)
         if self.placement[source] != self.placement[stage]:
             producer = self._add(_C, i, stage, (producer,), source)
-            if self._arrivals and (arrivals := self._arrivals.get(self._lane(stage, source))) is not None:
-                arrivals.append(_Arrival(consumer, -abs(stage - source), self.placement[source], producer))
+            if self._to_order and (copies := self._to_order.get(self._lane(stage, source))) is not None:
+                copies.append(_OrderedCopy(consumer, -abs(stage - source), self.placement[source], producer))
         self._depend(consumer, producer)
 
-    def _lanes_to_order(self) -> dict[int, list[_Arrival]]:
+    def _lanes_to_order(self) -> dict[int, list[_OrderedCopy]]:
         """An empty list for each lane that gets copies from several devices."""
         sources: dict[int, set[int]] = {}
         for source, stage in (*self.wiring.links, *((user, source) for source, user in self.wiring.links)):
@@ -308,19 +308,19 @@ class _Builder:
                 sources.setdefault(self._lane(stage, source), set()).add(self.placement[source])
         return {lane: [] for lane, devices in sources.items() if len(devices) > 1}
 
-    def _order_arrivals(self) -> None:
+    def _order_copies(self) -> None:
         """Let the copies of these lanes run in the order in which they are needed.
 
         A lane of an asynchronous device runs them in the order of their dispatch, which follows the issue of what they
         bring. The first stage is issued far ahead: without this, what the second last stage sends to the last one is
         queued behind skips of later micro-batches, and waits for their forwards.
         """
-        for arrivals in self._arrivals.values():
-            arrivals.sort()
-            for before, after in pairwise(arrivals):
+        for copies in self._to_order.values():
+            copies.sort()
+            for before, after in pairwise(copies):
                 if before.device != after.device:
                     self._depend(after.copy, before.copy)
-            self._places.update({each.copy: k / len(arrivals) for k, each in enumerate(arrivals)})
+            self._places.update({each.copy: k / len(copies) for k, each in enumerate(copies)})
 
     def _depend(self, task: int, dependency: int) -> None:
         self._dependencies[task] = _with(self._dependencies[task], dependency)
