@@ -2,7 +2,7 @@
 
 ::
 
-    owner   SharedPool.take ──▶ a place, as two numbers ──▶ SharedViews.view   the other process
+    owner   SharedPool.allocate ──▶ a place, as two numbers ──▶ SharedViews.view   the other process
             SharedPool.free ◀────────────────────────────── SharedViews.freed ◀── the last reference to a view is gone
 
 The memory is a file without a name, whose descriptor the owner hands down or sends. Nothing of it is left when both
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     start: int
     size: int
     number: int = 0
-    """Of all that were ever taken. A place that is freed twice is not the one that has its memory since."""
+    """Of all that were ever allocated. A place that is freed twice is not the one that has its memory since."""
 
 
 def new_memory(name: str) -> int:
@@ -69,7 +69,7 @@ class SharedPool:
         """Bytes."""
         return len(self._memory)
 
-    def take(self, size: int) -> tuple[Place, memoryview]:
+    def allocate(self, size: int) -> tuple[Place, memoryview]:
         """A place of ``size`` bytes, and its memory here. Raises ``OSError`` if there is none, or it is closed."""
         with self._lock:
             start = 0
@@ -88,7 +88,7 @@ class SharedPool:
         for buffer in buffers:
             with buffer.raw() as raw:
                 try:
-                    place, memory = self.take(raw.nbytes) if raw.nbytes >= SMALLEST else (None, None)
+                    place, memory = self.allocate(raw.nbytes) if raw.nbytes >= SMALLEST else (None, None)
                 except OSError:
                     place = memory = None
                 if memory is not None:

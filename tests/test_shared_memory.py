@@ -66,7 +66,7 @@ def test_without_memory_buffers_stay_as_they_are(ends: Ends, monkeypatch: pytest
         memory.close()
     assert memory.put(sent := [filled(1)]) == sent
     with pytest.raises(OSError, match="is closed" if is_closed else "no space"):
-        memory.take(SIZE)
+        memory.allocate(SIZE)
 
 
 def test_a_place_that_is_not_there_is_refused(ends: Ends) -> None:
@@ -77,11 +77,11 @@ def test_a_place_that_is_not_there_is_refused(ends: Ends) -> None:
 
 def test_a_place_that_is_freed_twice_is_not_the_one_that_has_its_memory_since(ends: Ends) -> None:
     memory, _ = ends
-    first, _ = memory.take(SIZE)
+    first, _ = memory.allocate(SIZE)
     memory.free([first, first])
-    again, _ = memory.take(SIZE)
+    again, _ = memory.allocate(SIZE)
     memory.free([first])
-    other, _ = memory.take(SIZE)
+    other, _ = memory.allocate(SIZE)
     assert again.start == first.start != other.start
 
 
@@ -92,7 +92,7 @@ def test_memory_is_unmapped_when_nobody_uses_it() -> None:
     descriptor = new_memory("unmapped")
     memory, views = SharedPool(descriptor), SharedViews(descriptor)
     os.close(descriptor)
-    place, written = memory.take(SIZE)
+    place, written = memory.allocate(SIZE)
     view = views.view(place)
     assert mapped() == 2
     memory.close()

@@ -110,7 +110,7 @@ class Pieces(NamedTuple):
             end += value.numel()
         return cls(first.detach().as_strided((end - start,), (1,)), [tuple(value.shape) for value in values])
 
-    def taken(self) -> list[Any]:
+    def unpacked(self) -> list[Any]:
         """The values. Tensors share memory, as micro-batches that the caller has cut do, and are no views."""
         if self.whole is None:
             return list(self.values)

@@ -33,7 +33,7 @@ def chunks(dtype=torch.float32):
 def test_micro_batches_travel_as_one_tensor_where_they_are_one(values, is_whole):
     sent = Pieces.of(values)
     assert (sent.whole is not None) is is_whole
-    found = from_buffers([memoryview(bytearray(each.raw())) for each in to_buffers(sent, "them")]).taken()
+    found = from_buffers([memoryview(bytearray(each.raw())) for each in to_buffers(sent, "them")]).unpacked()
     assert len(found) == len(values)
     for value, received in zip(values, found, strict=True):
         if isinstance(value, torch.Tensor):

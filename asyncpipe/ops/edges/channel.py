@@ -181,14 +181,14 @@ class EdgeChannel:
                 return False
         return True
 
-    def take(self, count: int) -> memoryview:
+    def pop(self, count: int) -> memoryview:
         """The next ``count`` bytes of what is buffered, valid until ``fill`` is called."""
         start = self._start
         self._start += count
         return self._view[start : self._start]
 
     def peek(self, count: int) -> memoryview:
-        """As ``take``, and they stay."""
+        """As ``pop``, and they stay."""
         return self._view[self._start : self._start + count]
 
     def read(self, count: int, deadline: float | None = None) -> memoryview | bytes:
@@ -200,7 +200,7 @@ class EdgeChannel:
         while self.buffered < count:
             if not self.fill():
                 self._await_more(deadline)
-        return self.take(count)
+        return self.pop(count)
 
     def _await_more(self, deadline: float | None) -> None:
         seconds = None if deadline is None else deadline - time.monotonic()
@@ -211,7 +211,7 @@ class EdgeChannel:
     def read_into(self, target: memoryview) -> None:
         """Fill ``target``, without a copy of what is not here yet."""
         done = min(self.buffered, len(target))
-        target[:done] = self.take(done)
+        target[:done] = self.pop(done)
         while done < len(target):
             try:
                 count = self._socket.recv_into(target[done:])

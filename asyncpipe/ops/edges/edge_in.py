@@ -70,7 +70,7 @@ class EdgeIn:
         self._payload = payload
         self._on_message = on_message
         self._on_broken = on_broken
-        self.is_shared = shared and payload.takes_at_once
+        self.is_shared = shared and payload.receives_at_once
         """Whether ``take`` may be called."""
         self.descriptor = channel.descriptor
         """Where there is something to read when there is something to ``take``."""
@@ -223,7 +223,7 @@ class EdgeIn:
             follows = self._layouts[frame.layout].size
         if follows and not channel.has(HEADER_SIZE + follows):
             return None
-        channel.take(HEADER_SIZE)
+        channel.pop(HEADER_SIZE)
         return frame
 
     def _receive(self, frame: Frame) -> None:
@@ -244,7 +244,7 @@ class EdgeIn:
             tensors, ready = read_inline(layout, self._channel), None
         else:
             self._awaits_payload = frame.slot == STREAMED
-            tensors, ready = self._payload.take(layout, frame.slot)
+            tensors, ready = self._payload.receive(layout, frame.slot)
             self._awaits_payload = False
         at = time.perf_counter()
         header = EdgeHeader(frame.epoch, frame.step, frame.task, frame.source)

@@ -231,8 +231,8 @@ class EdgeOut:
                     raise ClosedByPeerError
                 if channel.buffered < CREDIT_SIZE + credit.slots_size:
                     break
-                channel.take(CREDIT_SIZE)
-                self._payload.returned(credit.decode_slots(channel.take(credit.slots_size)))
+                channel.pop(CREDIT_SIZE)
+                self._payload.returned(credit.decode_slots(channel.pop(credit.slots_size)))
                 self._limit = max(self._limit, credit.limit)
             if not channel.fill():
                 return

@@ -196,7 +196,7 @@ class NcclIn(PayloadIn):
     def __init__(self, communicator: _Communicator) -> None:
         self._communicator = communicator
 
-    def take(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
+    def receive(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
         communicator = self._communicator
         # The memory belongs to this stream. Hazard: a lane may still read it when its tensor is gone and the memory is
         # used for the next message. The copy task records the lane's stream (``Copier.copy``), for which the allocator

@@ -70,10 +70,10 @@ class PayloadOut:
 class PayloadIn:
     """The receiving side of a transport, for one edge, for its thread; ``freed`` and ``abort`` for any."""
 
-    takes_at_once = False
-    """Whether ``take`` never blocks."""
+    receives_at_once = False
+    """Whether ``receive`` never blocks."""
 
-    def take(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
+    def receive(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
         """The tensors of the message announced last, and the event behind which they can be read, if there is one.
 
         May block while the sender is sending, and for nothing else.
@@ -85,7 +85,7 @@ class PayloadIn:
         return []
 
     def abort(self) -> None:
-        """End a blocked ``take`` with an error; from any thread."""
+        """End a blocked ``receive`` with an error; from any thread."""
 
     def close(self) -> None:
         """Let go of what belongs to this side."""

@@ -48,10 +48,10 @@ class ShapedArrivals:
     def arrived(self, message: ReceivedMessage) -> None:
         """A message is here; it is passed on when it is due."""
         with self._changed:
-            self._take(message, message.at)
+            self._schedule(message, message.at)
             self._changed.notify()
 
-    def _take(self, message: ReceivedMessage, at: float) -> None:
+    def _schedule(self, message: ReceivedMessage, at: float) -> None:
         sender = message.sender
         shape = self._shapes.get(sender, _PLAIN)
         if shape.state is not EdgeState.OPEN:
@@ -70,7 +70,7 @@ class ShapedArrivals:
             if shape.state is EdgeState.OPEN:
                 now = time.perf_counter()
                 for message in self._held.pop(sender, []):
-                    self._take(message, now)
+                    self._schedule(message, now)
             else:
                 mine = [each for each in self._due if each[2].sender == sender]
                 self._due = [each for each in self._due if each[2].sender != sender]

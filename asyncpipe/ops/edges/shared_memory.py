@@ -60,7 +60,7 @@ class SharedMemoryOut(PayloadOut):
         """Those that are in use, by slot."""
 
     def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
-        place, memory = self._pool.take(layout.offsets[-1])
+        place, memory = self._pool.allocate(layout.offsets[-1])
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         for each, tensor, offset in zip(layout.tensors, tensors, layout.offsets, strict=False):
             if each is not None and tensor is not None:
@@ -79,13 +79,13 @@ class SharedMemoryOut(PayloadOut):
 class SharedMemoryIn(PayloadIn):
     """The receiver's side. Tensors keep their memory alive, also after ``close``."""
 
-    takes_at_once = True
+    receives_at_once = True
 
     def __init__(self, descriptor: int) -> None:
         """``descriptor`` of the sender's memory, which stays the caller's."""
         self._views = SharedViews(descriptor)
 
-    def take(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
+    def receive(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
         # Each tensor refers to this object. There is a new one for each message, so its end is the end of all of them.
         lease = self._views.view(Place((slot - 1) * ALIGNMENT, layout.offsets[-1]))
         tensors: list[Tensor | None] = []

@@ -133,7 +133,7 @@ class Resident:
             made = self._made.pop(work.number)
             takes, targets = made.takes, made.targets
         else:
-            takes, targets = work.takes.taken(), work.targets.taken()
+            takes, targets = work.takes.unpacked(), work.targets.unpacked()
             if work.stage is not None:
                 takes = [{work.stage: value} for value in takes]
         options = self._parts.options

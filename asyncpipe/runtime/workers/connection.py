@@ -162,11 +162,11 @@ class WorkerConnection:
 
     # What the supervisor calls on this loop.
 
-    def take(self, message: object) -> None:
+    def deliver(self, message: object) -> None:
         """A message has come."""
         self._received(self, message)
 
-    def take_answer(self, number: int, answer: object, error: BaseException | None) -> None:
+    def deliver_answer(self, number: int, answer: object, error: BaseException | None) -> None:
         """An answer has come, or what was raised instead."""
         if (asked := self._asked.get(number)) is None or asked.done():
             return  # Nobody waits for it any more.

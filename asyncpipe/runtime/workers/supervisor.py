@@ -80,8 +80,8 @@ class WorkerLimits:
 class Supervised(Protocol):
     """Who is told what a worker says, on the caller's loop."""
 
-    def take(self, message: object) -> None: ...
-    def take_answer(self, number: int, answer: object, error: BaseException | None) -> None: ...
+    def deliver(self, message: object) -> None: ...
+    def deliver_answer(self, number: int, answer: object, error: BaseException | None) -> None: ...
     def end(self, loss: WorkerLostError, was_stopped: bool) -> None: ...
 
 
@@ -289,14 +289,14 @@ class Supervisor:
                 if not self._ready.done():
                     self._ready.set_result(None)
             case Role.ANSWER:
-                self._post(self._callers_loop, self._supervised.take_answer, number, content, None)
+                self._post(self._callers_loop, self._supervised.deliver_answer, number, content, None)
             case Role.FAILURE:
                 raised = with_remote_text(self.name, *content)
-                self._post(self._callers_loop, self._supervised.take_answer, number, None, raised)
+                self._post(self._callers_loop, self._supervised.deliver_answer, number, None, raised)
             case Role.LOG:
                 self._post(self._callers_loop, handle_remote_record, content)
             case _:
-                self._post(self._callers_loop, self._supervised.take, content)
+                self._post(self._callers_loop, self._supervised.deliver, content)
 
     def closed(self) -> None:
         """The worker has closed the connection, or the operating system has, since it ended."""
@@ -305,7 +305,7 @@ class Supervisor:
 
     def _cannot_read(self, role: Role, number: int, error: MessageError) -> None:
         if role in (Role.ANSWER, Role.FAILURE):
-            self._post(self._callers_loop, self._supervised.take_answer, number, None, error)
+            self._post(self._callers_loop, self._supervised.deliver_answer, number, None, error)
         else:
             _logger.error("a message from worker %r is lost: %s", self.name, error)
             self._kill(f"a message from it was lost: {error}")

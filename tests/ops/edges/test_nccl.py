@@ -38,8 +38,8 @@ def test_closing_while_a_payload_does_not_come(monkeypatch: pytest.MonkeyPatch) 
     """As if the sender were stopped between a header and its payload."""
     monkeypatch.setattr(NcclOut, "follow", lambda *_: None)
     taking = threading.Event()
-    take = NcclIn.take
-    monkeypatch.setattr(NcclIn, "take", lambda *arguments: taking.set() or take(*arguments))
+    take = NcclIn.receive
+    monkeypatch.setattr(NcclIn, "receive", lambda *arguments: taking.set() or take(*arguments))
     with nothing_left(), joined(transport="nccl") as pair:
         pair.out.send(message(1, torch.zeros(9)))
         assert taking.wait(20)
