@@ -49,7 +49,7 @@ formats:
          weight gradients), R a recompute, dots where the device is idle; stage numbers follow (F0.4) if a
          device has several
   html   a page with a timeline and the figures of each schedule, on one time scale; open it in a browser
-  svg    one timeline as a picture, with arrows between devices in small graphs
+  svg    one timeline as a picture
   csv    the order in the notation of torch.distributed.pipelining, which has no costs or recomputation
   json   the task graph: tasks, and edges with their reasons
   dot    the task graph for Graphviz

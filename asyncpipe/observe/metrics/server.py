@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -19,34 +22,9 @@ __all__ = ["MetricsServer", "serve_metrics"]
 class MetricsServer:
     """A running HTTP server for ``/metrics``; leaving its ``with`` block closes it."""
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        port: int,
-        address: str,
-        certificate: Path | None = None,
-        key: Path | None = None,
-        client_authority: Path | None = None,
-    ) -> None:
-        try:
-            if certificate is not None:
-                # Before anything listens, because prometheus_client would leave its socket open.
-                tried = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                tried.load_cert_chain(certificate, key)
-                if client_authority is not None:
-                    tried.load_verify_locations(client_authority)
-            self._server, self._thread = start_http_server(
-                port,
-                address,
-                registry,
-                certfile=None if certificate is None else str(certificate),
-                keyfile=str(key or certificate),
-                client_cafile=None if client_authority is None else str(client_authority),
-                client_auth_required=client_authority is not None,
-            )
-        except OSError as error:
-            raise OptionError(f"cannot serve metrics on {address}:{port}: {error}") from error
-        self.port: int = self._server.server_port
+    def __init__(self, server: WSGIServer, thread: Thread) -> None:
+        self._server, self._thread = server, thread
+        self.port: int = server.server_port
 
     def close(self) -> None:
         """Stop serving, free the port and join the thread; may be called twice."""
@@ -78,4 +56,17 @@ def serve_metrics(
     """
     if certificate is None and (key is not None or client_authority is not None):
         raise OptionError("metrics over TLS need certificate; key and client_authority alone do nothing")
-    return MetricsServer(registry, port, address, certificate, key, client_authority)
+    files = {"certfile": certificate, "keyfile": key or certificate, "client_cafile": client_authority}
+    try:
+        if certificate is not None:
+            # Before anything listens, because prometheus_client would leave its socket open.
+            tried = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tried.load_cert_chain(certificate, key)
+            if client_authority is not None:
+                tried.load_verify_locations(client_authority)
+        names: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
+        return MetricsServer(
+            *start_http_server(port, address, registry, **names, client_auth_required=client_authority is not None)
+        )
+    except OSError as error:
+        raise OptionError(f"cannot serve metrics on {address}:{port}: {error}") from error

@@ -27,7 +27,7 @@ from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.report import Report, peak_per_device, report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.pictures.svg import common_scale, has_few_copies, svg_timeline
+from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
 from asyncpipe.observe.pictures.timeline import format_time, kinds_of
 
 __all__ = ["ComparedStep", "html_comparison"]
@@ -70,6 +70,7 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
         headings.append("peak memory")
     shortest = min(result.seconds for result in results)
     cells = [list(_cells(*each, shortest))[: len(headings) - 1] for each in zip(steps, results, strict=True)]
+    scale = common_scale([step.record for step in steps])
     placements = [step.record.graph.placement for step in steps]
     page = resources.files(__package__).joinpath("comparison.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
@@ -79,7 +80,10 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
         rows=list(zip(steps, cells, strict=True)),
         kinds=kinds_of(time for result in results for time in result.tasks if time.seconds > 0),
         shared_devices=any(len(set(placement)) < len(placement) for placement in placements),
-        pictures=list(zip(steps, _pictures(steps), strict=True)),
+        pictures=[
+            (step, svg_timeline(step.record, title=step.title, virtual=step.virtual, scale=scale, inline=True))
+            for step in steps
+        ],
     )
 
 
@@ -94,21 +98,6 @@ def _check(steps: Sequence[ComparedStep]) -> None:
             raise OptionError(
                 f"memory must have one number for each of {devices} devices, got {len(step.memory)} in {step.title!r}"
             )
-
-
-def _pictures(steps: Sequence[ComparedStep]) -> Iterator[str]:
-    """The timelines, on one scale, with arrows in all of them or in none."""
-    scale = common_scale([step.record for step in steps])
-    arrows = all(has_few_copies(step.record.graph) for step in steps)
-    for number, step in enumerate(steps):
-        yield svg_timeline(
-            step.record,
-            title=step.title,
-            virtual=step.virtual,
-            arrows=arrows,
-            scale=scale,
-            inline=f"picture-{number}-",
-        )
 
 
 def _cells(step: ComparedStep, result: Report, shortest: float) -> Iterator[tuple[str, str]]:

