@@ -7,7 +7,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from shapes import DEVICES, MICROBATCHES
+from shapes import DEVICES, MICROBATCHES, held
 
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.kinds import TaskKind
@@ -29,18 +29,6 @@ def run(name: str, stages: int, microbatches: int, devices: int, costs: Costs) -
     everything = product((TaskKind.FORWARD, TaskKind.BACKWARD), range(microbatches), range(stages))
     assert actions == sorted(everything), "each forward and each backward is there once"
     return report(simulate(graph, costs))
-
-
-def peak_on(device: str, times: Report) -> int:
-    """The most micro-batches, counted once a stage, that ``device`` holds between forward and backward."""
-    here = [time for time in times.tasks if time.task.lane.device == device]
-    changes = [(time.start, 1) for time in here if time.task.kind is TaskKind.FORWARD]
-    changes += [(time.end, -1) for time in here if time.task.kind is TaskKind.BACKWARD]
-    live = peak = 0
-    for _, change in sorted(changes):
-        live += change
-        peak = max(peak, live)
-    return peak
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
@@ -71,9 +59,9 @@ def test_interleaving_divides_the_bubble(p: int, v: int) -> None:
         if m < p:
             assert times.seconds == ideal + missing * (v - 1) * stage, "the bound is tight where there is one round"
         if missing == 0 and m >= 2 * p:
-            assert peak_on("dev:0", times) / v == p + (p - 1) / v, m
+            assert held(times, [TaskKind.BACKWARD])[0] / v == p + (p - 1) / v, m
         else:
-            assert peak_on("dev:0", times) <= p * v + p - 1, m
+            assert held(times, [TaskKind.BACKWARD])[0] <= p * v + p - 1, m
 
 
 # Plug-ins. 1F1B as somebody else would write it: 11 lines.
@@ -113,35 +101,16 @@ def assert_is_1f1b(schedule: Schedule) -> None:
 
 
 @pytest.mark.usefixtures("entry_points")
-def test_a_plug_in_is_found_by_its_entry_point() -> None:
+def test_a_plug_in_is_found_by_its_entry_point_and_built_in_names_win() -> None:
     found = find_schedule("my-1f1b")
     assert isinstance(found, PlugIn)
     assert_is_1f1b(found)
-    assert "my-1f1b" in known_schedules()
-
-
-def test_a_plug_in_is_taken_as_an_instance() -> None:
-    plug_in = PlugIn()
-    assert find_schedule(plug_in) is plug_in
-    assert_is_1f1b(plug_in)
-
-
-@pytest.mark.usefixtures("entry_points")
-def test_built_in_names_win_over_entry_points() -> None:
     assert find_schedule("1f1b").name == "1f1b"
-    assert known_schedules().count("1f1b") == 1
-
-
-@pytest.mark.usefixtures("entry_points")
-def test_an_unknown_name_lists_the_known_ones() -> None:
+    assert [known_schedules().count(name) for name in ("1f1b", "my-1f1b")] == [1, 1]
     with pytest.raises(UnknownScheduleError) as raised:
         find_schedule("gpip")
     known = ", ".join(sorted({*registry.BUILT_IN, "my-1f1b", "no-schedule"}))
     assert str(raised.value) == f"unknown schedule 'gpip'; known schedules: {known}; or give module:Class or csv:FILE"
-
-
-@pytest.mark.usefixtures("entry_points")
-def test_an_entry_point_must_give_a_schedule() -> None:
     with pytest.raises(ScheduleError, match=r"'no-schedule' gives \{\}, which is not a Schedule"):
         find_schedule("no-schedule")
 
@@ -160,7 +129,8 @@ def test_a_name_may_have_options() -> None:
         find_schedule("nothing(cap=5)")
 
 
-def test_neither_name_nor_schedule() -> None:
+def test_an_instance_is_itself_and_anything_else_is_refused() -> None:
+    assert find_schedule(plug_in := PlugIn()) is plug_in
     with pytest.raises(ScheduleError, match="must be a name or a Schedule instance, got 3"):
         find_schedule(3)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="must be a name or a Schedule instance"):

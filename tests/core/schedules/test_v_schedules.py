@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import pytest
-from shapes import ALL, DEVICES, MICROBATCHES
+from shapes import ALL, DEVICES, MICROBATCHES, held
 
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.kinds import TaskKind
@@ -31,19 +31,9 @@ def bubble(times: Report, v: int, m: int, costs: Costs | None = None) -> float:
     return times.seconds - v * m * (costs.forward + costs.full_backward)
 
 
-def peaks(times: Report, v: int, ends: Iterable[TaskKind] = (B, W)) -> list[float]:
-    """Per device, the most micro-batches held from F to one of ``ends``, counted 1/v at each of its ``v`` stages."""
-    found = []
-    for device in times.device_busy:
-        here = [time for time in times.tasks if time.task.lane.device == device]
-        changes = [(time.start, 1) for time in here if time.task.kind is F]
-        changes += [(time.end, -1) for time in here if time.task.kind in ends]
-        live = most = 0
-        for _, change in sorted(changes):
-            live += change
-            most = max(most, live)
-        found.append(most / v)
-    return found
+def peaks(times: Report, v: int, ends: Collection[TaskKind] = (B, W)) -> list[float]:
+    """As ``held``, counted 1/v at each of a device's ``v`` stages."""
+    return [most / v for most in held(times, ends)]
 
 
 # The V family.

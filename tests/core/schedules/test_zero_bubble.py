@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from shapes import DEVICES, MICROBATCHES
+from shapes import DEVICES, MICROBATCHES, held
 
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue
@@ -53,21 +53,6 @@ def computed(times: Report) -> Iterator[list[TaskTime]]:
     for device in times.device_busy:
         lane = [time for time in times.tasks if time.task.lane.device == device]
         yield [time for time in lane if time.task.lane.queue is Queue.COMPUTE]
-
-
-def held(times: Report, end: TaskKind) -> list[int]:
-    """The most (micro-batch, stage) pairs that each device has between their forward and their ``end``."""
-    return [most_held(tasks, end) for tasks in computed(times)]
-
-
-def most_held(tasks: list[TaskTime], end: TaskKind) -> int:
-    changes = [(time.start, 1) for time in tasks if time.task.kind is FORWARD]
-    changes += [(time.end, -1) for time in tasks if time.task.kind is end]
-    live = peak = 0
-    for _, change in sorted(changes):
-        live += change
-        peak = max(peak, live)
-    return peak
 
 
 def idle_inside(times: Report) -> float:
@@ -129,10 +114,10 @@ def test_interleaved_zb(p: int, v: int) -> None:
         if m % p == 0:
             assert times.seconds == ideal, m
             assert times.bubble_ratio == pytest.approx((p - 1) / ideal), m
-            assert held(times, WEIGHTS) == [p * v] * p, m
-            assert held(times, INPUTS) == [p * v - r for r in range(p)], m
+            assert held(times, [WEIGHTS]) == [p * v] * p, m
+            assert held(times, [INPUTS]) == [p * v - r for r in range(p)], m
         else:
             padded = (m + -m % p) * v * work(EQUAL) + p - 1
             plain = report(simulate(lower(Interleaved(), Shape(p * v, m, p)), EQUAL))
             assert ideal <= times.seconds <= min(padded, plain.seconds), m
-            assert max(held(times, WEIGHTS)) == min(m, p) * v, m
+            assert max(held(times, [WEIGHTS])) == min(m, p) * v, m
