@@ -13,13 +13,12 @@ from the sizes of the inputs only is computed by every stage that needs it.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, partial
-from itertools import accumulate, groupby, pairwise, repeat
+from itertools import accumulate, pairwise, repeat
 from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
@@ -228,24 +227,13 @@ def good_splits(traced: TracedGraph) -> str:
     """Says at which submodules the model is best split: the outermost ones, if these are enough."""
     best: list[str] = []
     for depth in range(1, 1 + max((call.depth for call in traced.calls.values()), default=0)):
-        names = list(dict.fromkeys(call.name for call in _places(traced, traced, depth)))
-        best = names
-        if len(names) >= _ENOUGH_NAMES:
+        best = list(dict.fromkeys(call.name for call in _places(traced, traced, depth)))
+        if len(best) >= _ENOUGH_NAMES:
             break
     if not best:
         return "it has no submodule where it can be split"
-    shown = _ranges(best)
-    told = ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+    told = ", ".join(best[:_SHOWN]) + (f" and {len(best) - _SHOWN} more" if len(best) > _SHOWN else "")
     return f"good ones to split at are {told}"
-
-
-def _ranges(names: Sequence[str]) -> list[str]:
-    """``["h.0", "h.1", "h.2", "head"]`` as ``["h.0 … h.2", "head"]``."""
-    shown: list[str] = []
-    for stem, group in groupby(names, key=lambda name: re.fullmatch(r"(.*\.|)\d+", name) and name.rpartition(".")[0]):
-        several = list(group)
-        shown += several if stem is None or len(several) < 3 else [f"{several[0]} … {several[-1]}"]
-    return shown
 
 
 def _first_call(traced: TracedGraph, name: str, modules: Mapping[str, nn.Module]) -> SubmoduleCall:
