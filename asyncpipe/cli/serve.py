@@ -50,7 +50,7 @@ a file of settings:
   devices = ["cuda:0", "cuda:1"]
   entry_path = "/srv/training"
   token_file = "/etc/asyncpipe/token"    # mode 0600; `openssl rand -hex 32` makes a token
-  max_running = 4
+  share_devices = false                  # each job has its devices to itself, in a process of its own
   [entries."charlm:build"]
   fixed = { max_bytes = 200_000 }        # parameters that clients cannot set
   [memory_limit]

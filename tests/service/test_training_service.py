@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service import service_loop, training_service
-from asyncpipe.service.job_states import JobState, JobStateError
+from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs import manager
 from asyncpipe.service.jobs.artifacts import UnknownArtifactError
 from asyncpipe.service.store.job_store import IdempotencyConflictError, JobFilter, JobStore, UnknownJobError
@@ -425,24 +425,7 @@ async def test_a_scheduler_of_jobs_that_broke_is_told(tmp_path, monkeypatch):
         def broken(*_: object) -> None:
             raise RuntimeError("a mistake")
 
-        monkeypatch.setattr(manager, "decide", broken)
+        monkeypatch.setattr(manager, "decisions", broken)
         await opened.submit(job())
         await until(lambda: not opened.status().live)
         assert opened.status().reason == "the job scheduler has failed"
-
-
-async def test_memory_is_measured_where_there_is_a_limit(tmp_path):
-    async with service(tmp_path, memory_limit={"cpu:0": 4096, "cpu:1": 2**30}) as opened:
-        small, _ = await opened.submit(job("small"))
-        huge, _ = await opened.submit(job("huge", parameters={"width": 4000}))
-        await ended(opened, small.id)
-        await ended(opened, huge.id)
-        assert (await opened.get(small.id)).state is FINISHED
-        failed = await opened.get(huge.id)
-        assert failed.state is FAILED
-        assert "on cpu:0, whose limit is 4 KiB" in failed.cause
-        with pytest.raises(JobStateError):
-            await opened.resume(huge.id)
-    whole = await alone(tmp_path / "alone")
-    async with service(tmp_path) as opened:
-        assert await curve(opened, small.id) == whole

@@ -3,12 +3,11 @@
 ::
 
     manager.py             starts queued jobs and records how their runs end. Start here.
-    job_queue.py           the order of queued jobs, and whether the first may start: pure
-    awaited_jobs.py        queued jobs that come after others; deadlines.py: jobs that have to end by a time
-    measuring.py           how much memory a job will need, measured before it starts by memory_footprint.py
+    job_queue.py           the order of queued jobs, and which may begin: pure
+    deadlines.py           jobs that have to end by a time
     job_run.py             one run of a job
     run_outcome.py         how it ended, and the job's next state: pure
-    isolation/             a run, or a measurement, in a process of its own
+    isolation/             a run in a process of its own
     ended_jobs.py          what clients ask of jobs that have ended: retry, fork, delete
     lost_state.py          says what is lost of a service's state, in place of beginning anew
     job_folder.py          the files of a job, when it begins, is copied or deleted

@@ -70,8 +70,6 @@ class ActiveJobs:
         self._most_queued = most_queued
         self._ended = ended
         self._is_suspect = is_suspect
-        self._leaving: dict[str, asyncio.Event] = {}
-        """Set when the job is not queued any more."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def load(self, *, most_crashes: int, resume: bool) -> tuple[JobRecord, ...]:
@@ -130,8 +128,6 @@ class ActiveJobs:
         else:
             self.queued.pop(record.id, None)
             self.queue.discard(record.id)
-            if (left := self._leaving.get(record.id)) is not None:
-                left.set()
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
         if record.state in FINAL_STATES:
@@ -153,11 +149,6 @@ class ActiveJobs:
         background = record.is_background or self._is_suspect(record)
         self.queue.put(record.id, record.submitted, background=background)
 
-    def first(self) -> JobRecord | None:
-        """The queued job whose turn it is, if there is one."""
-        first = self.queue.first
-        return None if first is None else self.queued[first]
-
     def _update(self, record: JobRecord) -> JobRecord:
         """``record``, which replaces that of a job whose state has not changed."""
         if record.id in self.queued:
@@ -165,21 +156,6 @@ class ActiveJobs:
         elif (run := self.running.get(record.id)) is not None:
             run.record = record
         return record
-
-    async def count_crash(self, job: str, crashes: int) -> None:
-        """Record that queued ``job`` has ``crashes``; nothing if it is not queued any more. Raises ``StoreError``."""
-        async with self.turn(job):
-            if job in self.queued:
-                self._update(await self.store.count_crash(job, crashes))
-
-    async def until_not_queued(self, job: str) -> None:
-        """Return when ``job`` is not queued any more; for one caller at a time."""
-        left = self._leaving[job] = asyncio.Event()
-        try:
-            if job in self.queued:
-                await left.wait()
-        finally:
-            del self._leaving[job]
 
     # Requests of clients
 

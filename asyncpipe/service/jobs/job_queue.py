@@ -1,41 +1,33 @@
-"""The job queue: which queued job is the first, whether it may start, and why the others wait.
+"""The job queue: which queued job begins next, and why the others wait.
 
 ::
 
-    queued     foreground by age, then background by age ─▶ the first ─▶ a free place? enough memory?
-                                                              │  yes: starts, and the next job is the first
-                                                              └─ no: waits, and all jobs behind it wait
+    queued     foreground by age, then background by age ─▶ the first ─▶ a free place? its devices free?
+                                                              │  yes: begins
+                                                              └─ no: waits; jobs behind it are looked at only where
+                                                                 it waits for devices
 
-No job overtakes another: small jobs that come and go could otherwise keep a large job waiting for ever. For the same
-reason no background job starts while a foreground job waits. A job whose memory is unknown is measured when it is the
-first. Only a job that can never run does not hold up the queue: it is refused when it is the first.
+A job that waits for busy devices does not keep back one whose devices are free: up to ``LOOK_AHEAD`` jobs are looked
+at. Nobody starves. A job that begins out of turn takes no device that a job before it wants, and each running job that
+the first one waits for gives back its place together with its devices. So the first job begins as soon as those that
+had its devices when it became the first have ended.
 
-So only the first job is looked at, and the others only need to know how many are before them: nothing here takes
-longer in a queue of thousands.
+Where no more jobs may run, and where a job has to run alone, all jobs behind it wait. Only the first few jobs are
+looked at, and the others need only the number of jobs before them: nothing here takes longer in a queue of thousands.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from asyncpipe.core.predict.memory import format_bytes
+__all__ = ["LOOK_AHEAD", "Candidate", "JobQueue", "QueueAction", "QueueDecision", "decisions", "why_behind"]
 
-__all__ = [
-    "Candidate",
-    "JobQueue",
-    "Neighbour",
-    "QueueAction",
-    "QueueDecision",
-    "decide",
-    "too_large",
-    "why_apart",
-    "why_behind",
-]
+LOOK_AHEAD = 32
+"""How many jobs of the queue are looked at, the first included."""
 
 _Place: TypeAlias = tuple[bool, float, str]
 
@@ -58,10 +50,9 @@ class JobQueue:
         if (place := self._places.pop(job, None)) is not None:
             del self._order[bisect_left(self._order, place)]
 
-    @property
-    def first(self) -> str | None:
-        """The job whose turn it is, if any waits."""
-        return self._order[0][2] if self._order else None
+    def first(self, count: int = LOOK_AHEAD) -> list[str]:
+        """The first ``count`` jobs."""
+        return [job for _, _, job in self._order[:count]]
 
     def before(self, job: str) -> int:
         """How many wait before ``job``, which waits as well."""
@@ -76,34 +67,24 @@ class JobQueue:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The first job of the queue. ``peaks`` is its peak memory in bytes by device, ``None`` until it is measured."""
-
-    job: str
-    peaks: Mapping[str, int] | None = None
-    apart: str | None = None
-    """Why it cannot run beside those that run now (``why_apart``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
     """What decides whether a job can run beside others."""
 
-    devices: frozenset[str]
+    job: str
+    devices: frozenset[str] = frozenset()
     is_suspect: bool = False
     """Whether it has one attempt left, and has to be alone so that no other job is blamed."""
 
 
 class QueueAction(Enum):
-    """What happens to the first job of the queue."""
+    """What happens to a queued job."""
 
     BEGIN = "begin"
     WAIT = "wait"
+    """It waits for devices, and jobs with other devices need not."""
+    HOLD = "hold"
+    """It waits, and so do all jobs behind it."""
     FULL = "full"
     """It waits, as any other would: no more jobs may run."""
-    MEASURE = "measure"
-    """Its memory has to be measured."""
-    REFUSE = "refuse"
-    """It can never run within the limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,60 +96,50 @@ class QueueDecision:
     reason: str
 
 
-def decide(
-    first: Candidate, running: Sequence[Mapping[str, int]], max_running: int, limits: Mapping[str, int]
-) -> QueueDecision:
-    """What happens to the ``first`` job of the queue now.
+def decisions(
+    waiting: Iterable[Candidate], running: Iterable[Candidate], max_running: int, *, share_devices: bool
+) -> Iterator[QueueDecision]:
+    """What happens to the ``waiting`` jobs, in their order, as far as they need to be looked at.
 
-    ``running`` holds the peaks of each running job. ``limits`` are bytes by device; a device without a limit is not
-    checked.
+    The last decision is the first one that is not ``WAIT``: at most one job begins.
     """
-    peaks = first.peaks
-    if peaks is not None and (problem := too_large(peaks, limits)) is not None:
-        return QueueDecision(first.job, QueueAction.REFUSE, problem)
+    running = list(running)
+    taken = (
+        {}
+        if share_devices
+        else {device: f"job {each.job} has to itself" for each in running for device in each.devices}
+    )
+    for job in waiting:
+        found = _decide(job, running, taken, max_running)
+        yield found
+        if found.action is not QueueAction.WAIT:
+            return
+        for device in job.devices:
+            taken.setdefault(device, f"job {job.job} before it waits for")
+
+
+def _decide(job: Candidate, running: list[Candidate], taken: Mapping[str, str], max_running: int) -> QueueDecision:
     if len(running) >= max_running:
-        return QueueDecision(first.job, QueueAction.FULL, f"max_running {max_running} is reached")
-    if first.apart is not None:
-        return QueueDecision(first.job, QueueAction.WAIT, first.apart)
-    if peaks is None:
-        return QueueDecision(first.job, QueueAction.MEASURE, "its memory is being measured")
-    held: Counter[str] = Counter()
-    for each in running:
-        held.update(each)
-    for device, peak in peaks.items():
-        if device in limits and held[device] + peak > limits[device]:
-            free = max(0, limits[device] - held[device])
-            need = f"needs {format_bytes(peak)}, {format_bytes(free)} of {format_bytes(limits[device])} are free"
-            return QueueDecision(first.job, QueueAction.WAIT, f"waits for memory on {device}: {need}")
-    return QueueDecision(first.job, QueueAction.BEGIN, "it is its turn")
-
-
-def why_apart(job: Neighbour, running: Mapping[str, Neighbour], *, share_devices: bool) -> str | None:
-    """Why ``job`` cannot run beside ``running``; ``None`` if it can."""
+        return QueueDecision(job.job, QueueAction.FULL, f"max_running {max_running} is reached")
     if job.is_suspect and running:
-        return "waits to run alone: the service has died while it ran, and quarantines it the next time"
-    for other, each in running.items():
-        if each.is_suspect:
-            return f"waits for job {other}, which runs alone until its next snapshot: the service has died while it ran"
-        if not share_devices and (common := sorted(job.devices & each.devices)):
-            return f"waits for {', '.join(common)}, which job {other} has to itself"
-    return None
+        reason = "waits to run alone: the service has died while it ran, and quarantines it the next time"
+        return QueueDecision(job.job, QueueAction.HOLD, reason)
+    for other in running:
+        if other.is_suspect:
+            alone = "which runs alone until its next snapshot: the service has died while it ran"
+            return QueueDecision(job.job, QueueAction.HOLD, f"waits for job {other.job}, {alone}")
+    if busy := sorted(job.devices & taken.keys()):
+        return QueueDecision(job.job, QueueAction.WAIT, f"waits for {', '.join(busy)}, which {taken[busy[0]]}")
+    return QueueDecision(job.job, QueueAction.BEGIN, "it is its turn")
 
 
-def why_behind(first: QueueDecision, before: int) -> str:
-    """Why a job waits that has ``before`` jobs before it, of which the ``first`` one is decided; one sentence."""
-    if first.action is QueueAction.FULL:
-        return f"{first.reason}; {before} before it"
-    if first.action is QueueAction.BEGIN:
-        return f"{before} before it, of which the first begins"
+def why_behind(first: QueueDecision, last: QueueDecision, before: int) -> str:
+    """Why a job waits that was not looked at, with ``before`` jobs before it; one sentence.
+
+    ``first`` and ``last`` are the decisions about the first job and the last one that was looked at.
+    """
+    if last.action is QueueAction.FULL:
+        return f"{last.reason}; {before} before it"
+    if last.action is QueueAction.BEGIN:
+        return f"{before} before it, of which {'the first' if first is last else 'one'} begins"
     return f"{before} before it; the first of them: {first.reason}"
-
-
-def too_large(peaks: Mapping[str, int], limits: Mapping[str, int]) -> str | None:
-    """Why a job with these peaks can never run within these limits; ``None`` if it can."""
-    wrong = [
-        f"{format_bytes(peak)} on {device}, whose limit is {format_bytes(limits[device])}"
-        for device, peak in peaks.items()
-        if device in limits and peak > limits[device]
-    ]
-    return f"needs {' and '.join(wrong)}" if wrong else None

@@ -77,7 +77,6 @@ class JobRun:
         job: Job,
         collector: PipelineCollector,
         store: JobStore,
-        peaks: Mapping[str, int],
         retried: Callable[[], object] = lambda: None,
     ) -> None:
         """``record`` is the job's at the start of the run; ``ActiveJobs`` replaces it when the job changes.
@@ -86,8 +85,6 @@ class JobRun:
         """
         self.record = record
         self.job = job
-        self.peaks = peaks
-        """The memory in bytes that the queue counts for this run, by device."""
         self.collector = collector
         self.view = LiveView(job.name, steps=job.training.steps)
         """The state of the job's live page."""

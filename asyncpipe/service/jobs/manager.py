@@ -2,10 +2,9 @@
 
 ::
 
-    ActiveJobs.changed ─▶ job_queue.decide ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ transition
-                             ▲     │                                                                        │
-                             │     └─▶ memory not known yet ─▶ footprint, in a thread                       │
-                             └──────────────────────────────────────────────────────────────────────────────┘
+    ActiveJobs.changed ─▶ job_queue.decisions ─▶ queued → running ─▶ JobRun ─▶ RunOutcome ─▶ next_state ─▶ transition
+                             ▲                                                                                 │
+                             └─────────────────────────────────────────────────────────────────────────────────┘
 
 All jobs train on one ``DevicePool``, on the event loop that opened the manager. If the store cannot record a transition
 (its disk is full), the manager tries again until it can or the service ends. The store then still says that the job
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -32,18 +31,9 @@ from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
 from asyncpipe.service.jobs.isolation.process_trainer import ProcessTrainer
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
-from asyncpipe.service.jobs.job_queue import (
-    Candidate,
-    Neighbour,
-    QueueAction,
-    QueueDecision,
-    decide,
-    why_apart,
-    why_behind,
-)
+from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decisions, why_behind
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
 from asyncpipe.service.jobs.lost_state import make_ready
-from asyncpipe.service.jobs.measuring import Measure, MemoryMeasuring, retries_of
 from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.jobs.run_outcome import (
     RunEnding,
@@ -80,10 +70,9 @@ class Manager:
         *,
         metrics: ServiceMetrics | None = None,
         make_trainer: MakeTrainer | None = None,
-        measure: Measure | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """``store`` is open, and its owner closes it. ``make_trainer`` and ``measure`` are for tests."""
+        """``store`` is open, and its owner closes it. ``make_trainer`` is for tests."""
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(store, settings.folder / "jobs", self._log_failed)
@@ -99,7 +88,6 @@ class Manager:
         self._hung = 0
         """Hangs that were found in processes of jobs."""
         self._make_trainer = make_trainer or (LastingRun if self.processes is None else self._process_trainer)
-        self.measuring = MemoryMeasuring(self, measure)
         self._retry_seconds = retry_seconds
         self._stack = AsyncExitStack()
         self._runs: set[asyncio.Task[None]] = set()
@@ -162,7 +150,6 @@ class Manager:
             await asyncio.wait([self._expiry])
             for run in list(self.jobs.running.values()):
                 run.stop()
-            await self.measuring.ended()
             if self._runs:
                 await asyncio.wait(self._runs)
         finally:
@@ -196,11 +183,11 @@ class Manager:
             return None
         if self.shutdown is not None:
             return self.shutdown
-        first = self.jobs.first()
-        assert first is not None
-        decision = self._decide(first)
-        before = self.jobs.queue.before(job)
-        return why_behind(decision, before) if before else decision.reason
+        found = list(self._decisions())
+        for each in found:
+            if each.job == job:
+                return each.reason
+        return why_behind(found[0], found[-1], self.jobs.queue.before(job))
 
     @property
     def hung(self) -> int:
@@ -239,32 +226,24 @@ class Manager:
             raise
 
     async def _act(self) -> bool:
-        """Start, fail or measure the first queued job; false if there is nothing to do now."""
-        record = self.jobs.first()
-        if self.shutdown is not None or record is None:
+        """Start the queued job that may begin now; false if there is none."""
+        if self.shutdown is not None:
             return False
-        decision = self._decide(record)
-        if decision.action is QueueAction.BEGIN:
-            await self._begin(record, decision)
-        elif decision.action is QueueAction.REFUSE:
-            await self.refuse(record, decision.reason)
-        elif decision.action is QueueAction.MEASURE:
-            self.measuring.begin(record)
-        return decision.action in (QueueAction.BEGIN, QueueAction.REFUSE)
+        for decision in self._decisions():
+            if decision.action is QueueAction.BEGIN:
+                await self._begin(self.jobs.queued[decision.job], decision)
+                return True
+        return False
 
-    def _decide(self, first: JobRecord) -> QueueDecision:
-        limits = self.settings.memory_limit
-        peaks = self.measuring.peaks.get(first.id, None if _is_limited(first, limits) else {})
-        running = self.jobs.running
-        beside = {job: self._neighbour(run.record, run.has_snapshot) for job, run in running.items()}
-        apart = why_apart(self._neighbour(first), beside, share_devices=self.settings.share_devices)
-        held = [run.peaks for run in running.values()]
-        return decide(Candidate(first.id, peaks, apart), held, self.settings.max_running, limits)
+    def _decisions(self) -> Iterator[QueueDecision]:
+        waiting = (self._candidate(self.jobs.queued[job]) for job in self.jobs.queue.first())
+        running = (self._candidate(run.record, run.has_snapshot) for run in self.jobs.running.values())
+        return decisions(waiting, running, self.settings.max_running, share_devices=self.settings.share_devices)
 
-    def _neighbour(self, record: JobRecord, has_snapshot: bool = False) -> Neighbour:
+    def _candidate(self, record: JobRecord, has_snapshot: bool = False) -> Candidate:
         devices = record.spec.table("pipeline").get("devices")
         names = frozenset(map(str, devices)) if isinstance(devices, list) else frozenset()
-        return Neighbour(names, not has_snapshot and self._is_suspect(record))
+        return Candidate(record.id, names, not has_snapshot and self._is_suspect(record))
 
     def _is_suspect(self, record: JobRecord) -> bool:
         """Whether the service has died so often while it ran that the next time it is quarantined.
@@ -279,7 +258,7 @@ class Manager:
             if current is None or self.shutdown is not None:
                 return
             try:
-                job, make_workload = self.built(current)
+                job, make_workload = self._built(current)
             except AsyncpipeError as error:
                 await self.jobs.become(current, JobState.FAILED, f"cannot be built: {error}")
                 return
@@ -296,8 +275,7 @@ class Manager:
                 reason += older
             running = await self.jobs.become(current, JobState.RUNNING, reason)
             collector = self.metrics.collector_of(running)
-            peaks = self.measuring.peaks.get(record.id, {})
-            run = JobRun(running, job, collector, self.jobs.store, peaks, lambda: self.metrics.retried("step"))
+            run = JobRun(running, job, collector, self.jobs.store, lambda: self.metrics.retried("step"))
             if self._is_suspect(running):
                 run.on_snapshot = self.jobs.changed.set  # Others may run beside it from then on.
             self.jobs.running[record.id] = run
@@ -305,14 +283,9 @@ class Manager:
             self._runs.add(task)
             task.add_done_callback(self._runs.discard)
 
-    def built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
+    def _built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
         job = job_of(record.spec, record, self.settings)
         return job, self._entries.make(record.spec.entry, record.spec.table("parameters"))
-
-    async def refuse(self, record: JobRecord, cause: str, to: JobState = JobState.FAILED) -> None:
-        async with self.jobs.turn(record.id):
-            if (current := self.jobs.queued.get(record.id)) is not None:
-                await self.jobs.become(current, to, cause)
 
     # Running jobs
 
@@ -355,15 +328,15 @@ class Manager:
         failed = outcome.ending is RunEnding.FAILED
         crashed = outcome.ending is RunEnding.CRASHED
         failures = (0 if run.has_snapshot else self.failures.get(job, 0)) + failed
-        if failed and failures <= retries_of(run.record):
-            await self.back_off(failures)
+        if failed and failures <= _retries_of(run.record):
+            await self._back_off(failures)
         while True:
             try:
                 async with self.jobs.turn(job):
                     asked, why = run.record.asked, run.record.asked_cause or "requested"
                     tries = Tries(
                         failures,
-                        retries_of(run.record),
+                        _retries_of(run.record),
                         (0 if run.has_snapshot else run.record.crashes) + crashed,
                         self.settings.max_attempts,
                     )
@@ -380,14 +353,13 @@ class Manager:
         if (failed or crashed) and after.state is JobState.QUEUED:
             self.metrics.retried("snapshot")
 
-    async def back_off(self, failures: int) -> None:
+    async def _back_off(self, failures: int) -> None:
         """Wait before the next try, twice as long after each failure; not after the first."""
         if failures > 1:
             await _set_within(self.ending, min(2.0 ** (failures - 2), self._retry_seconds))
 
     def _forget(self, job: str) -> None:
         self.failures.pop(job, None)
-        self.measuring.peaks.pop(job, None)
 
     def _workers_in_use(self) -> Mapping[str, Sequence[str]]:
         return {job: run.workers for job, run in self.jobs.running.items()}
@@ -397,10 +369,10 @@ class Manager:
         self.metrics.log_failed()
 
 
-def _is_limited(record: JobRecord, limits: Mapping[str, int]) -> bool:
-    """Whether the job names a device that has a limit."""
-    devices = record.spec.table("pipeline").get("devices")
-    return isinstance(devices, list) and any(device in limits for device in devices)
+def _retries_of(record: JobRecord) -> int:
+    """How many failures in a row, without a new snapshot, the job may have."""
+    retries = record.spec.table("faults").get("snapshot_retries")
+    return retries if isinstance(retries, int) else 0
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:

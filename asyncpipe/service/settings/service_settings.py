@@ -12,7 +12,8 @@ The highest source that has a key gives its whole value: an allow-list in the en
 A complete file::
 
     folder = "runs/service"
-    devices = ["cpu:0", "cpu:1"]
+    devices = ["cuda:0", "cuda:1"]
+    isolation = "process"
     entry_path = "examples/charlm"
     token_file = "/etc/asyncpipe/token"
 
@@ -20,7 +21,7 @@ A complete file::
     fixed = { max_bytes = 200_000 }     # clients cannot set this one
 
     [memory_limit]
-    "cpu:0" = "2 GiB"
+    "cuda:0" = "70 GiB"                 # of each job's process, with isolation = "process"
 
 Paths are relative to the working directory. Importing this module reads nothing; constructing ``ServiceSettings`` reads
 the environment, the file and the token's file, and changes nothing.
@@ -120,7 +121,7 @@ class ServiceSettings(FolderSettings):
     max_queued: types.PositiveInteger = 1000
     """the most jobs that wait, beyond which jobs are refused; must be an integer of at least 1"""
     memory_limit: types.MemoryLimit = {}
-    """bytes of a device for all running jobs together; must be a table of bytes by device, as cuda:0=70GiB"""
+    """bytes of a GPU that each job's process may have; must be a table of bytes by device, as cuda:0=70GiB"""
     share_devices: bool = True
     """whether jobs share a device at a time, or each waits until its devices are free; must be true or false"""
     isolation: Literal["thread", "process"] | None = None
@@ -211,9 +212,9 @@ class ServiceSettings(FolderSettings):
         if self.isolation == "process" and self.workers in ("ray", "torchrun"):
             rule = f"of workers = {self.workers!r} has one controller, which is the service: run jobs on threads of it"
             raise ValueError(f'isolation: "process": the cluster {rule}')
-        if self.job_memory is not None and not self.is_isolated:
-            rule = 'holds for a process: set isolation = "process", or leave it out'
-            raise ValueError(f"job_memory: {rule}")
+        for key, limit in (("job_memory", self.job_memory), ("memory_limit", self.memory_limit)):
+            if limit and not self.is_isolated:
+                raise ValueError(f'{key}: holds for a process: set isolation = "process", or leave it out')
         return self
 
     @property

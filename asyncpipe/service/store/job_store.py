@@ -332,15 +332,6 @@ class JobStore:
         """
         await self._about(job, lambda db: job_records.write_records(db, job, losses, events))
 
-    async def count_crash(self, job: str, crashes: int) -> JobRecord:
-        """``job`` with ``crashes``: a queued job whose measuring may take the service along."""
-
-        def change(db: sqlite3.Connection) -> JobRecord:
-            db.execute("UPDATE jobs SET crashes = ? WHERE id = ?", (crashes, job))
-            return find_job(db, job)
-
-        return await self._about(job, change)
-
     async def delete(self, job: str) -> JobRecord:
         """Delete a job that has ended with its history, events and losses; its last record.
 
@@ -360,21 +351,20 @@ class JobStore:
         """Queue the jobs that were running when the last process ended; all jobs that this has changed.
 
         Foreground jobs come first, then the older ones. Each has one crash more; those that have ``most_crashes`` then
-        are quarantined, and so are queued ones whose memory was being measured. Jobs that had been asked to pause or to
-        end become paused or cancelled instead, with the cause given then. Without ``resume``, all others are paused,
-        and so are those that were queued. Call it when a service starts, before any job runs. Changes all of them or
-        none.
+        are quarantined. Jobs that had been asked to pause or to end become paused or cancelled instead, with the cause
+        given then. Without ``resume``, all others are paused, and so are those that were queued. Call it when a service
+        starts, before any job runs. Changes all of them or none.
         """
         to, cause = (JobState.QUEUED, RECOVERED) if resume else (JobState.PAUSED, NOT_RESUMED)
-        died = f"the service died {most_crashes} times while it ran, or was measured, since its last snapshot"
+        died = f"the service died {most_crashes} times while it ran since its last snapshot"
 
         def change(db: sqlite3.Connection) -> tuple[JobRecord, ...]:
             at, found = self._clock(), []
             db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE state = ?", (JobState.RUNNING,))
             rows = db.execute(
-                "SELECT id FROM jobs WHERE state = ?1 OR (state = ?2 AND (?3 OR crashes >= ?4))"
-                " ORDER BY state = ?2, priority_class = ?5, number",
-                (JobState.RUNNING, JobState.QUEUED, not resume, most_crashes, PriorityClass.BACKGROUND),
+                "SELECT id FROM jobs WHERE state = ?1 OR (state = ?2 AND ?3)"
+                " ORDER BY state = ?2, priority_class = ?4, number",
+                (JobState.RUNNING, JobState.QUEUED, not resume, PriorityClass.BACKGROUND),
             ).fetchall()
             for (job,) in rows:
                 record = find_job(db, job)

@@ -6,7 +6,6 @@ import pytest
 from manager_helpers import Fakes, make_settings, opened, until
 
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.jobs.job_queue import Neighbour, why_apart
 from asyncpipe.service.settings.service_settings import SettingsError
 from asyncpipe.service.store.job_store import JobStore
 
@@ -74,28 +73,23 @@ async def test_a_job_that_was_asked_to_end_is_not_quarantined_and_nothing_goes_o
 
 
 async def test_jobs_that_share_no_device_wait_until_all_of_theirs_are_free(tmp_path):
-    async with opened(tmp_path, share_devices=False, max_running=4) as service:
-        pipelines = [{"devices": devices, "microbatches": 2} for devices in (["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:1"])]
-        first, both, last = [
+    devices = ["cpu:0", "cpu:1", "cpu:2"]
+    async with opened(tmp_path, devices=devices, share_devices=False, max_running=4) as service:
+        pipelines = [
+            {"devices": devices, "microbatches": 2} for devices in (["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:1"], ["cpu:2"])
+        ]
+        first, both, last, free = [
             (await service.submit(f"job {n}", pipeline=each, **LONG)).id for n, each in enumerate(pipelines)
         ]
         jobs = service.manager.jobs
         await until(lambda: first in jobs.running)
         assert service.manager.waits_for(both) == f"waits for cpu:0, which job {first} has to itself"
-        assert last not in jobs.running  # Nobody overtakes.
+        assert service.manager.waits_for(last) == f"waits for cpu:1, which job {both} before it waits for"
+        await until(lambda: free in jobs.running)
+        assert last not in jobs.running  # Its device is free, and belongs to the one before it.
         await jobs.cancel(first, "enough")
         await until(lambda: both in jobs.running)
         assert service.manager.waits_for(last) == f"waits for cpu:1, which job {both} has to itself"
-
-
-def test_who_may_run_beside_whom():
-    one, other, suspect = Neighbour(frozenset({"cpu:0"})), Neighbour(frozenset({"cpu:1"})), Neighbour(frozenset(), True)
-    assert why_apart(one, {"b": one}, share_devices=True) is None
-    assert why_apart(one, {"b": other}, share_devices=False) is None
-    assert why_apart(one, {"b": one}, share_devices=False)
-    assert why_apart(suspect, {}, share_devices=True) is None
-    assert why_apart(suspect, {"b": one}, share_devices=True)
-    assert why_apart(one, {"b": suspect}, share_devices=True)
 
 
 def test_where_jobs_run_follows_from_what_they_share(tmp_path):
@@ -112,3 +106,5 @@ def test_where_jobs_run_follows_from_what_they_share(tmp_path):
         isolated(workers="torchrun", isolation="process")
     with pytest.raises(SettingsError, match="job_memory: holds for a process"):
         isolated(job_memory="2 GiB")
+    with pytest.raises(SettingsError, match="memory_limit: holds for a process"):
+        isolated(memory_limit={"cpu:0": "2 GiB"})

@@ -1,19 +1,15 @@
-"""Who begins next, for any queue: nobody overtakes, nothing overflows, nobody waits without a reason."""
+"""Who begins next, for any queue: nobody starves, nothing overflows, nobody waits without a reason."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.service.jobs.job_queue import Candidate, JobQueue, QueueAction, decide, too_large, why_behind
+from asyncpipe.service.jobs.job_queue import Candidate, JobQueue, QueueAction, decisions, why_behind
 
-GiB = 2**30
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 
-peaks = st.dictionaries(st.sampled_from(DEVICES), st.integers(0, 5))
-limits = st.dictionaries(st.sampled_from(DEVICES), st.integers(1, 8))
+wanted = st.frozensets(st.sampled_from(DEVICES), max_size=2)
 waiting = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.tuples(st.integers(0, 3), st.booleans()))
 
 
@@ -26,10 +22,10 @@ def queue_of(jobs):
 
 def order_of(queue):
     found = []
-    while (first := queue.first) is not None:
-        assert queue.before(first) == 0
-        found.append(first)
-        queue.discard(first)
+    while first := queue.first(2):
+        assert queue.before(first[0]) == 0
+        found.append(first[0])
+        queue.discard(first[0])
     return found
 
 
@@ -48,44 +44,76 @@ def test_the_order_is_that_of_class_and_age_whatever_comes_and_goes(jobs, data):
         else:
             jobs[job] = (jobs[job][0], not jobs[job][1])
             queue.put(job, jobs[job][0], background=jobs[job][1])
-    wanted = sorted(jobs, key=by_place)
-    assert {job: queue.before(job) for job in jobs} == {job: at for at, job in enumerate(wanted)}
+    order = sorted(jobs, key=by_place)
+    assert {job: queue.before(job) for job in jobs} == {job: at for at, job in enumerate(order)}
     assert (len(queue), "zzz" in queue, all(job in queue for job in jobs)) == (len(jobs), False, True)
-    assert order_of(queue) == wanted
+    assert order_of(queue) == order
 
 
-@given(peaks | st.none(), st.lists(peaks, max_size=4), st.integers(1, 5), limits)
-def test_whatever_runs_beside_the_first(needed, running, max_running, limit):
-    found = decide(Candidate("a", needed), running, max_running, limit)
-    assert found.reason
-    never = needed is not None and too_large(needed, limit) is not None
-    assert (found.action is QueueAction.REFUSE) == never
-    if found.action is QueueAction.MEASURE:
-        assert needed is None
-    if found.action is QueueAction.BEGIN:
-        held = Counter(needed)
-        for each in running:
-            held.update(each)
-        assert all(held[device] <= limit[device] for device in needed if device in limit)
-        assert len(running) < max_running
-    if not running:  # So nobody starves: the first waits only for jobs that run, and these end.
-        assert found.action in (QueueAction.BEGIN, QueueAction.MEASURE, QueueAction.REFUSE)
+@given(st.lists(wanted, max_size=4), st.lists(wanted, min_size=1, max_size=6), st.integers(1, 5), st.data())
+def test_the_first_waits_only_for_those_that_had_its_devices_before(ran, waits, max_running, data):
+    """Also where jobs begin out of turn whenever they can, and running jobs end in any order."""
+    running = {f"r{n}": each for n, each in enumerate(disjoint(ran)[:max_running])}
+    waiting = {f"w{n}": each for n, each in enumerate(waits)}
+    first = next(iter(waiting))
+    had = {job for job, devices in running.items() if devices & waiting[first]}
+    is_full = len(running) == max_running
+    while first in waiting:
+        found = decided(waiting, running, max_running)
+        assert [each.job for each in found] == list(waiting)[: len(found)]
+        assert all(each.reason for each in found)
+        last = found[-1]
+        if last.action is QueueAction.BEGIN:
+            assert len(running) < max_running
+            before = list(waiting)[: len(found) - 1]
+            begins = waiting.pop(last.job)
+            for devices in (*running.values(), *(waiting[job] for job in before)):
+                assert not begins & devices
+            running[last.job] = begins
+        else:
+            assert running.keys() & had or is_full  # Else it would have begun.
+            ends = data.draw(st.sampled_from(sorted(running)))
+            del running[ends]
+            had.discard(ends)
+            is_full = False
+
+
+@given(st.lists(wanted, min_size=1, max_size=6), st.lists(wanted, max_size=4), st.booleans())
+def test_where_devices_are_shared_nobody_overtakes(waits, ran, first_is_suspect):
+    waiting = [Candidate(str(n), each, first_is_suspect and not n) for n, each in enumerate(waits)]
+    running = [Candidate(f"r{n}", each) for n, each in enumerate(ran)]
+    (found,) = decisions(waiting, running, 8, share_devices=True)
+    alone = first_is_suspect and running
+    assert (found.job, found.action) == ("0", QueueAction.HOLD if alone else QueueAction.BEGIN)
 
 
 def test_operators_read_what_a_job_waits_for():
-    limit = {"cpu:0": 2 * GiB}
-    need = Candidate("need", {"cpu:0": int(1.25 * GiB), "cpu:1": 7 * GiB})
-    found = decide(need, [{"cpu:0": int(1.5 * GiB)}], 4, limit)
-    assert found.reason == "waits for memory on cpu:0: needs 1.25 GiB, 512 MiB of 2 GiB are free"
-    assert why_behind(found, 3) == f"3 before it; the first of them: {found.reason}"
-    full = decide(need, [{}], 1, limit)
+    busy = {"r": frozenset({"cpu:0", "cpu:1"})}
+    found = decided({"a": frozenset({"cpu:0", "cpu:2"}), "b": frozenset({"cpu:2"})}, busy, 4)
+    reasons = ["waits for cpu:0, which job r has to itself", "waits for cpu:2, which job a before it waits for"]
+    assert [each.reason for each in found] == reasons
+    assert why_behind(found[0], found[-1], 40) == f"40 before it; the first of them: {reasons[0]}"
+    (full,) = decided({"a": frozenset()}, busy, 1)
     assert (full.action, full.reason) == (QueueAction.FULL, "max_running 1 is reached")
-    assert why_behind(full, 3) == "max_running 1 is reached; 3 before it"
-    huge = decide(Candidate("huge", {"cpu:0": 3 * GiB}), [], 4, limit)
-    assert (huge.action, huge.reason) == (QueueAction.REFUSE, "needs 3 GiB on cpu:0, whose limit is 2 GiB")
-    measured = decide(Candidate("new"), [], 4, limit)
-    assert (measured.action, measured.reason) == (QueueAction.MEASURE, "its memory is being measured")
-    assert decide(Candidate("new"), [{}], 1, limit).action is QueueAction.FULL
-    begins = decide(need, [], 4, limit)
+    assert why_behind(full, full, 3) == "max_running 1 is reached; 3 before it"
+    (begins,) = decided({"a": frozenset()}, busy, 4)
     assert (begins.action, begins.reason) == (QueueAction.BEGIN, "it is its turn")
-    assert why_behind(begins, 1) == "1 before it, of which the first begins"
+    assert why_behind(begins, begins, 1) == "1 before it, of which the first begins"
+    assert why_behind(found[0], begins, 9) == "9 before it, of which one begins"
+    suspect = Candidate("s", is_suspect=True)
+    (alone,) = decisions([Candidate("a"), Candidate("b")], [suspect], 4, share_devices=False)
+    assert (alone.action, "job s, which runs alone" in alone.reason) == (QueueAction.HOLD, True)
+
+
+def disjoint(wanted):
+    """Those of the sets that have nothing in common with one before."""
+    found = []
+    for each in wanted:
+        if not any(each & other for other in found):
+            found.append(each)
+    return found
+
+
+def decided(waiting, running, max_running):
+    candidates = [[Candidate(job, devices) for job, devices in each.items()] for each in (waiting, running)]
+    return list(decisions(*candidates, max_running, share_devices=False))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manager_helpers import Fakes, opened, tasks_named, until
+from manager_helpers import Fakes, opened, until
 
-from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.errors import HungTaskError, JobFileError, LossError, OptionError, TaskError
 from asyncpipe.service.job_states import JobState, check_transition
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, Tries, is_permanent, next_state
@@ -262,88 +260,3 @@ async def test_progress_that_the_store_does_not_take_is_told_and_kept_later(tmp_
 
 
 # Memory
-
-
-def measuring(peaks, measured):
-    def measure(job, workload, *, progress):
-        progress("measuring")
-        measured.append(job.name)
-        found = peaks[job.name]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    return {"measure": measure}
-
-
-async def test_jobs_are_measured_and_wait_for_memory(tmp_path):
-    peaks = {"a": {"cpu:0": 600, "cpu:1": 10**9}, "b": {"cpu:0": 600}, "huge": {"cpu:0": 1001}, "c": {"cpu:0": 100}}
-    measured: list[str] = []
-    async with opened(
-        tmp_path, options=measuring(peaks, measured), memory_limit={"cpu:0": 1000}, max_running=3
-    ) as service:
-        await service.running("a")
-        waiting = [await service.submit(name) for name in ("b", "c", "huge")]
-        await until(lambda: "b" in measured and not tasks_named("asyncpipe footprint"))
-        reason = f"waits for memory on cpu:0: needs 600 B, 400 B of {format_bytes(1000)} are free"
-        assert service.manager.waits_for(waiting[0].id) == reason
-        # It would fit, and does not overtake.
-        assert service.manager.waits_for(waiting[1].id) == f"1 before it; the first of them: {reason}"
-        service.fakes["a"].go()
-        await until(lambda: service.fakes.made["c"])
-        failed = await service.comes(waiting[2].id, FAILED)
-        assert failed.cause == "needs 1001 B on cpu:0, whose limit is 1000 B"
-        assert await service.path(failed.id) == ["queued", "failed"]
-        assert measured == ["a", "b", "c", "huge"]
-        for name in ("b", "c"):
-            service.fakes[name].go()
-        for job in waiting[:2]:
-            await service.comes(job.id, FINISHED)
-        assert not service.manager.measuring.peaks
-
-
-async def test_a_job_that_cannot_be_measured_fails(tmp_path):
-    peaks = {"wrong": OptionError("width must be even"), "flaky": OSError("no file")}
-    measured: list[str] = []
-    async with opened(tmp_path, options=measuring(peaks, measured), memory_limit={"cpu:0": 1000}) as service:
-        wrong, flaky = await service.submit("wrong"), await service.submit("flaky", faults={"snapshot_retries": 2})
-        assert (await service.comes(wrong.id, FAILED)).cause == "its memory could not be measured: width must be even"
-        assert (await service.comes(flaky.id, FAILED)).cause == "its memory could not be measured: no file"
-        assert measured == ["wrong", "flaky", "flaky", "flaky"]
-
-
-async def test_what_is_being_measured_can_be_cancelled_and_the_service_can_end(tmp_path):
-    begun, go_on = threading.Event(), threading.Event()
-
-    def measure(job, workload, *, progress):
-        begun.set()
-        go_on.wait(30)
-        progress("next round")
-        return {"cpu:0": 1}
-
-    fakes = Fakes()
-    async with opened(tmp_path, fakes, options={"measure": measure}, memory_limit={"cpu:0": 1000}) as service:
-        job = await service.submit("first")
-        await until(begun.is_set)
-        assert service.manager.waits_for(job.id) == "its memory is being measured"
-        await service.control.cancel(job.id, "ann asked")
-        go_on.set()
-        await until(lambda: not tasks_named("asyncpipe footprint"))
-        assert not service.manager.measuring.peaks
-        begun.clear()
-        go_on.clear()
-        second = await service.submit("second")
-        await until(begun.is_set)
-        asyncio.get_running_loop().call_soon(go_on.set)
-        await service.manager.drain("SIGTERM")
-        assert (await service.store.get(second.id)).state is QUEUED
-        assert not fakes.made
-
-
-async def test_jobs_on_devices_without_a_limit_are_not_measured(tmp_path):
-    measured: list[str] = []
-    async with opened(tmp_path, options=measuring({}, measured), memory_limit={"cpu:1": 1000}) as service:
-        service.fakes.free = True
-        job = await service.submit(pipeline={"devices": ["cpu:0"], "microbatches": 2})
-        await service.comes(job.id, FINISHED)
-        assert measured == []

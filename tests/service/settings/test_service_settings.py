@@ -21,6 +21,7 @@ folder = "runs/here"
 devices = ["cpu:0"]
 port = 8181
 metrics_port = "none"
+isolation = "process"
 
 [entries."charlm:build"]
 fixed = { max_bytes = 200_000 }
@@ -110,7 +111,7 @@ def test_an_allow_list_replaces_the_one_below_and_adds_nothing_to_it(file, monke
 )
 def test_the_environment_says_lists_and_tables_as_text_or_json(key, text, value, monkeypatch):
     monkeypatch.setenv(f"ASYNCPIPE_{key}", text)
-    base = {name: given for name, given in RIGHT.items() if name != key.lower()}
+    base = {name: given for name, given in RIGHT.items() if name != key.lower()} | {"isolation": "process"}
     assert getattr(ServiceSettings(**base), key.lower()) == value
 
 

@@ -1,4 +1,4 @@
-"""A job in a process of its own: its entry, its loader, the measuring of its memory, and its training.
+"""A job in a process of its own: its entry, its loader and its training.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What runs in the process of a job: one run, or one measurement, as the service says."""
+"""What runs in the process of a job: one run, as the service says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -23,20 +23,15 @@ from asyncpipe.service.jobs.isolation.messages import (
     Hung,
     Kept,
     LeaveHosts,
-    MeasureJob,
     RecordsSeen,
     RunJob,
     StopRun,
     Terminate,
 )
 from asyncpipe.service.jobs.isolation.relay import Relay, RelayedProgress
-from asyncpipe.service.jobs.memory_footprint import footprint
 from asyncpipe.service.jobs.run_outcome import EndedElsewhereError, RunEnding, RunOutcome, failure
-from asyncpipe.train.blocking_calls import DedicatedThread
-from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.progress import TrainingSummary
-from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.schedule_changes import NoMoreStepsError
 from asyncpipe.train.workload import Workload
 
@@ -79,8 +74,6 @@ class _OneRun:
         match message:
             case RunJob():
                 return self._train(message)
-            case MeasureJob():
-                return _measure(message)
             case FollowSchedule(name=name):
                 return self._change_schedule(name)
             case StopRun():
@@ -170,20 +163,6 @@ class _LeftHosts:
     def watch(self, changed: Callable[[], object]) -> Callable[[], object]:
         self._watchers.append(changed)
         return lambda: self._watchers.remove(changed)
-
-
-async def _measure(message: MeasureJob) -> Mapping[str, int]:
-    try:
-        confine(message.confines)
-        async with DedicatedThread("asyncpipe-footprint") as thread:
-            return await thread.run(lambda: _footprint(message.job, message.make_workload))
-    except Exception as error:  # noqa: BLE001 - becomes the outcome
-        raise EndedElsewhereError(failure(error)) from None
-
-
-def _footprint(job: Job, make_workload: bytes) -> Mapping[str, int]:
-    workload = RunRandom(shared=True).build(job.training.seed, partial(_made, make_workload))
-    return footprint(job, workload)
 
 
 def _made(make_workload: bytes) -> Workload:

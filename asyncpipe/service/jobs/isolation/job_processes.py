@@ -1,4 +1,4 @@
-"""The processes of a service's jobs: start one, ask it for a run or a measurement, and end it within a deadline.
+"""The processes of a service's jobs: start one, ask it for a run, and end it within a deadline.
 
 ::
 
@@ -19,7 +19,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -32,7 +32,7 @@ from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 from asyncpipe.runtime.workers.supervisor import WorkerLimits
-from asyncpipe.service.jobs.isolation.messages import CancelRun, Confines, MeasureJob, Terminate
+from asyncpipe.service.jobs.isolation.messages import CancelRun, Confines, Terminate
 from asyncpipe.service.jobs.run_outcome import EndedElsewhereError, RunEnding, RunOutcome
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.train.job_file import Job
@@ -157,18 +157,6 @@ class JobProcesses:
                 await wait_uncancelled(asyncio.ensure_future(process.end()))
         finally:
             del self._taken.by_name[name]
-
-    async def measure(self, job: str, parsed: Job, make_workload: Callable[[], Workload]) -> Mapping[str, int]:
-        """The peak memory of ``job`` by device, measured in a process that has its limits."""
-        confines = confines_of(self.settings, parsed, is_background=False)
-        message = MeasureJob(parsed, pickled(make_workload), confines)
-
-        def note(level: int, text: str) -> None:
-            _logger.log(level, "the memory of job %s is measured: %s", job, text)
-
-        async with self.process(f"memory of job {job}", lambda message: None, note) as process:
-            found: Mapping[str, int] = await process.have_done(message)
-            return found
 
 
 class _Inboxes:

@@ -19,7 +19,6 @@ __all__ = [
     "Keep",
     "Kept",
     "LeaveHosts",
-    "MeasureJob",
     "Progressed",
     "RunJob",
     "RecordsSeen",
@@ -63,15 +62,6 @@ class RunJob:
     """Devices that the job may have in the place of its own."""
     left: frozenset[str] = frozenset()
     """The hosts that are to be left now."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasureJob:
-    """Measure how much memory ``job`` needs. Asked: answered with the bytes of each device."""
-
-    job: Job
-    make_workload: bytes = field(repr=False)
-    confines: Confines
 
 
 @dataclass(frozen=True, slots=True)
