@@ -308,16 +308,10 @@ async def test_other_names_are_refused(view: CountedView, host: str, path: str) 
         assert await get(client, path, Host=host) == 403
 
 
-async def test_hosts_that_are_named_are_answered(view: CountedView) -> None:
-    async with connected(view, hosts=["GPU-box.example"]) as client:
-        assert await get(client, "/state", Host="gpu-box.example:80") == 200
-        assert await get(client, "/state", Host="example") == 403
-
-
 async def test_the_name_that_it_listens_on_is_answered(view: CountedView) -> None:
     # An odd way to write 127.0.0.1: neither a loopback name nor what the socket says.
     async with serve_live(view, 0, "127.1", hosts=["gpu-box"]) as server, ClientSession() as session:
-        for host, status in (("127.1", 200), ("gpu-box", 200), ("127.2", 403)):
+        for host, status in (("127.1", 200), ("GPU-box:80", 200), ("127.2", 403), ("box", 403)):
             async with session.get(f"http://127.0.0.1:{server.port}/state", headers={"Host": host}) as response:
                 assert response.status == status
 

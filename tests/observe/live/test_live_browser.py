@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
-import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
-import pytest
 import torch
+from browser_helpers import NEEDS_A_BROWSER, driven
 from torch import nn
 
 from asyncpipe import Pipeline
@@ -28,20 +24,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.live import LiveView, serve_live
 
-NODE = Path(__file__).resolve().parents[2] / "node"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PICTURES = os.environ.get("ASYNCPIPE_TEST_PICTURES")
-"""A folder for screenshots, to look at them."""
-LIMIT = 1 << 20
-
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: install Debian's package chromium"),
-    pytest.mark.skipif(shutil.which("node") is None, reason="no node: install Node.js 20 or later"),
-    pytest.mark.skipif(
-        not (NODE / "node_modules" / "puppeteer-core").is_dir(),
-        reason="no puppeteer-core: run npm install in tests/node",
-    ),
-]
+pytestmark = NEEDS_A_BROWSER
 
 
 @asynccontextmanager
@@ -90,41 +73,6 @@ def show_workers(view: LiveView) -> None:
     view.worker_changed(WorkerChange("right", WorkerState.LOST, 72, ("cpu:1",), how="was killed by SIGKILL"))
 
 
-@asynccontextmanager
-async def browser(url: str, profile: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The script that drives the page; what it leaves running when the test fails is killed with its group."""
-    assert CHROMIUM is not None
-    process = await asyncio.create_subprocess_exec(
-        "node", "live.mjs", url, CHROMIUM, str(profile), *([PICTURES] if PICTURES else []),
-        cwd=NODE, limit=LIMIT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-async def facts_of(
-    process: asyncio.subprocess.Process, answers: dict[str, Callable[[], Awaitable[None]]]
-) -> dict[str, Any]:
-    """What the script saw; does what it asks for meanwhile."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    async for line in process.stdout:
-        message = json.loads(line)
-        if "facts" in message:
-            found: dict[str, Any] = message["facts"]
-            return found
-        await answers[message["ask"]]()
-        process.stdin.write(b"done\n")
-        await process.stdin.drain()
-    raise AssertionError(f"the script ended: {(await process.stderr.read()).decode()}")
-
-
 async def test_the_page_in_a_browser(tmp_path: Path) -> None:
     view = LiveView("demo", steps=100_000)
     show_workers(view)
@@ -134,8 +82,8 @@ async def test_the_page_in_a_browser(tmp_path: Path) -> None:
         async def reopen() -> None:
             await servers.enter_async_context(serve_live(view, server.port))
 
-        async with browser(server.url, tmp_path / "profile") as process:
-            facts = await facts_of(process, {"close": servers.aclose, "open": reopen})
+        answers = {"close": servers.aclose, "open": reopen}
+        facts = await driven("live.mjs", server.url, tmp_path / "profile", answers)
     assert facts["wrong"] == []
     first, second = facts["first"], facts["second"]
     assert (first["connection"], first["job"]) == ("live", "demo")

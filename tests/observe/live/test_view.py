@@ -74,15 +74,6 @@ def test_the_figures_are_those_of_the_report() -> None:
     assert max(range(4), key=lambda stage: step["stages"][stage]["busy"]) == 1
 
 
-def test_busy_and_idle_shares_of_a_device_add_up_to_the_step() -> None:
-    view = LiveView()
-    view.step_completed(simulate(lowered("interleaved", 8, 8, 4), slow_stage))
-    shares = dict.fromkeys((f"dev:{device}" for device in range(4)), 0.0)
-    for stage in fold(view)["step"]["stages"]:
-        shares[stage["device"]] += stage["busy"] + sum(stage["idle"].values())
-    assert shares == pytest.approx(dict.fromkeys(shares, 1.0), abs=2e-3)
-
-
 def test_each_task_is_drawn_where_it_ran() -> None:
     view, graph = LiveView(), lowered("gpipe", 2, 3, 2)
     record = simulate(graph, Costs(copy=0.25))

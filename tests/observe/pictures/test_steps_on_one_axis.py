@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.costs import Costs
-from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.predict.report import reports
 from asyncpipe.core.predict.simulate import simulate, simulate_steps
 from asyncpipe.core.records.step_record import StepRecord
@@ -67,21 +65,6 @@ def test_a_trace_marks_where_devices_begin_a_step() -> None:
     assert len(set(rows.values())) == 2
     one_by_one = [simulate(lower(find_schedule("zb-h2"), Shape(2, 4, 2)))]
     assert not [event for event in to_chrome(one_by_one)["traceEvents"] if event["ph"] == "i"]
-
-
-def test_predicted_memory_does_not_fall_where_a_step_is_submitted() -> None:
-    """The third step is submitted when the first one has ended, while all devices are busy with the second."""
-    sizes = StageMemory(saved=(1, 1, 1), inputs=(1, 1, 1), fixed=(10, 10, 10))
-    events = to_chrome(simulated("zb-h2", 3, shape=Shape(3, 5, 3)), memory=sizes)["traceEvents"]
-    held: dict[int, list[int]] = {}
-    for event in events:
-        if event["name"] == "predicted memory":
-            held.setdefault(event["pid"], []).append(event["args"]["bytes"])
-    assert len(held) == 3
-    for device in held.values():
-        assert max(device) == 15
-        assert all(abs(after - before) == 1 for before, after in pairwise(device))
-        assert 10 not in device[1:-1]
 
 
 def test_steps_on_other_devices_have_another_picture() -> None:

@@ -20,7 +20,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
-from asyncpipe.observe.pictures.timeline import format_time, text_timeline
+from asyncpipe.observe.pictures.timeline import text_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -83,21 +83,6 @@ def test_stages_are_named_where_a_device_has_several() -> None:
     )
 
 
-def test_copy_lanes_stand_below_their_device_when_asked_for() -> None:
-    record = simulated(shape=Shape(2, 2, 2), costs=Costs(copy=1))
-    assert text_timeline(record, copies=True, virtual=True) == (
-        "time       0              5              10\n"
-        "dev:0      F0 F1 ···············B1─── B0───\n"
-        "  grad-in  ··················C1 ···C0 ······\n"
-        "dev:1      ······F0 F1 B1─── B0─── ·········\n"
-        "  copy-in  ···C0 C1 ························\n"
-        "\n"
-        "F forward, B backward, C copy\n"
-        "\n"
-        "makespan 11, bubble 45.5%, peak in flight 2 at every stage\n"
-    )
-
-
 def test_halves_of_a_backward_have_letters_and_a_legend() -> None:
     assert text_timeline(halves(), virtual=True) == (
         "time   0              5              10\n"
@@ -118,15 +103,6 @@ def test_real_times_fill_the_width_and_carry_a_unit() -> None:
     assert max(map(len, rows)) == 80
     assert [re.findall(r"[FB]\d", row) for row in rows] == [["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0"]] * 3
     assert "makespan 22.91 ms" in text
-
-
-def test_a_step_without_time_has_no_timeline() -> None:
-    nothing = simulated(costs=Costs(0, 0, 0, 0))
-    assert text_timeline(nothing) == "no task took any time\n"
-    assert ElementTree.fromstring(svg_timeline(nothing)).tag == SVG + "svg"
-    only_copies = simulated(costs=Costs(0, 0, 0, 1))
-    assert "makespan 10, bubble 100.0%" in text_timeline(only_copies, copies=True, virtual=True)
-    assert ElementTree.fromstring(svg_timeline(only_copies)).tag == SVG + "svg"
 
 
 @given(
@@ -154,14 +130,6 @@ def test_every_cell_is_exactly_as_wide_as_its_task_is_long(
         assert re.fullmatch(rf"{time.task.kind.value}{time.task.microbatch}─* ", cell)
     busy = sum(time.seconds for time in report(record).tasks if time.task.source is None)
     assert sum(row.count("·") for row in rows.values()) == unit * (stages * makespan - busy)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "longest", "text"),
-    [(2.5, 3, "2.5 s"), (0.0025, 0.01, "2.5 ms"), (0.00025, 0.0005, "250 µs"), (2e-7, 3e-7, "0.2 µs"), (0, 1, "0 s")],
-)
-def test_times_have_the_unit_of_the_longest(seconds: float, longest: float, text: str) -> None:
-    assert format_time(seconds, longest, virtual=False) == text
 
 
 def test_svg_has_a_rectangle_and_a_tooltip_for_every_task_that_took_time() -> None:
@@ -213,11 +181,6 @@ def test_svg_says_what_each_task_waited_for() -> None:
 
 def root_of(record: StepRecord) -> ElementTree.Element:
     return ElementTree.fromstring(svg_timeline(record, virtual=True))
-
-
-def test_svg_tells_halves_of_a_backward_apart() -> None:
-    colours = {story(group)[0]: rectangle_of(group).attrib["fill"] for group in tasks(root_of(halves()))}
-    assert colours == {kind: TaskKind(kind).colour for kind in "FBIW"}
 
 
 PAIRS = ("01", "23", "45")

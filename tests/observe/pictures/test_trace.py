@@ -7,15 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from asyncpipe.core.engine.events import Dispatch, Outcome, StepCompleted, StepSubmitted, TaskCompleted, TaskFailed
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
-from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
@@ -175,22 +172,6 @@ def test_a_failed_step_shows_the_failure_and_ends_what_was_in_flight() -> None:
 # Steps
 
 
-def test_a_step_tells_what_it_was() -> None:
-    record = simulated("1f1b")
-    (step,) = steps(to_chrome([record]))
-    assert step["args"] == {
-        "step": 0,
-        "outcome": "ok",
-        "phase": "step",
-        "schedule": "1f1b",
-        "stages": 3,
-        "microbatches": 4,
-        "devices": 3,
-        "tasks": 49,
-        "bubble_ratio": round(report(record).bubble_ratio, 4),
-    }
-
-
 def test_steps_that_overlap_get_rows_of_their_own() -> None:
     """Devices that run ahead, or several jobs: at 0, 10 and 25, each 21 long."""
     trace = to_chrome([moved(simulated(), number, seconds) for number, seconds in enumerate((25.0, 0.0, 10.0))])
@@ -201,15 +182,6 @@ def test_steps_that_overlap_get_rows_of_their_own() -> None:
 
 
 # Time
-
-
-def test_a_unit_of_virtual_time_may_be_what_one_likes() -> None:
-    seconds, milliseconds = to_chrome([simulated("1f1b")]), to_chrome([simulated("1f1b")], unit=1e-3)
-    for event, other in zip(seconds["traceEvents"], milliseconds["traceEvents"], strict=True):
-        assert event.get("name") == other.get("name")
-        if event["ph"] in "XC":
-            assert event["ts"] == pytest.approx(other["ts"] * 1000)
-            assert event.get("dur", 0) == pytest.approx(other.get("dur", 0) * 1000)
 
 
 def test_the_file_is_json(tmp_path: Path) -> None:

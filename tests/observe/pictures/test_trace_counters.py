@@ -14,7 +14,7 @@ from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.memory import StageMemory, peak_memory
 from asyncpipe.core.predict.simulate import simulate
-from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
+from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
@@ -64,17 +64,6 @@ def test_in_flight_follows_the_micro_batches_of_a_stage() -> None:
     }
 
 
-def test_micro_batches_in_flight_add_up_over_steps() -> None:
-    """A second step that begins while stages still hold micro-batches of the first."""
-    record = step(stages=1, microbatches=2)
-    assert values(to_chrome([record, record]), "dev:0", "stage 0 micro-batches in flight") == [2, 4, 2, 0]
-
-
-def test_a_forward_step_leaves_nothing_in_flight() -> None:
-    found = counters(to_chrome([step(phase=Phase.FORWARD)]))
-    assert {value for row in found.values() for _, value in row} == {0, 1}
-
-
 # Measured memory
 
 
@@ -90,17 +79,6 @@ def test_memory_of_the_process_has_a_place_of_its_own() -> None:
     assert counters(to_chrome([record])) == {
         ("cpu memory", "memory bytes"): [(500_000.0, 100), (750_000.0, 300), (1_000_000.0, 200)]
     }
-
-
-def test_where_nothing_was_sampled_the_ends_of_steps_tell() -> None:
-    records = []
-    for number, allocated in enumerate((100, 120)):
-        graph = step(stages=1).graph
-        notes = StepNotes(memory={"cpu": DeviceMemory(allocated, 500, 1000)})
-        begin = 10.0 + 2 * number
-        journal: Any = [(begin, StepSubmitted(number, graph)), (begin + 1, StepSubmitted(number, graph))]
-        records.append(StepRecord(number, graph, journal, Outcome.OK, notes))
-    assert counters(to_chrome(records)) == {("cpu memory", "memory bytes"): [(1e6, 100), (3e6, 120)]}
 
 
 # Predicted memory

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
+from browser_helpers import NEEDS_A_BROWSER, driven
 from http_helpers import TOKEN, FakeService, served, submission
 
 from asyncpipe.observe.live import LiveView
@@ -19,19 +15,7 @@ from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import JobFilter
 
-NODE = Path(__file__).resolve().parents[2] / "node"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PICTURES = os.environ.get("ASYNCPIPE_TEST_PICTURES")
-"""A folder for screenshots, to look at them."""
-
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: install Debian's package chromium"),
-    pytest.mark.skipif(shutil.which("node") is None, reason="no node: install Node.js 20 or later"),
-    pytest.mark.skipif(
-        not all((NODE / "node_modules" / name).is_dir() for name in ("puppeteer-core", "axe-core")),
-        reason="no puppeteer-core or axe-core: run make node",
-    ),
-]
+pytestmark = NEEDS_A_BROWSER
 
 
 async def jobs(service: FakeService) -> str:
@@ -67,37 +51,15 @@ async def reach(service: FakeService, job: str, step: int) -> None:
     await service.store.progress(job, step)
 
 
-async def facts_of(process: asyncio.subprocess.Process, service: FakeService, job: str) -> dict[str, Any]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    async for line in process.stdout:
-        message = json.loads(line)
-        if "facts" in message:
-            found: dict[str, Any] = message["facts"]
-            return found
-        await reach(service, job, 60)
-        process.stdin.write(b"done\n")
-        await process.stdin.drain()
-    raise AssertionError(f"the script ended: {(await process.stderr.read()).decode()}")
-
-
 async def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    assert CHROMIUM is not None
     async with served(tmp_path / "service", token=TOKEN) as api:
         running = await jobs(api.service)
+
+        async def go_on() -> None:
+            await reach(api.service, running, 60)
+
         url = api.base.replace("//", f"//me:{TOKEN}@") + "/"
-        process = await asyncio.create_subprocess_exec(
-            "node", "jobs.mjs", url, CHROMIUM, str(tmp_path / "profile"), *([PICTURES] if PICTURES else []),
-            cwd=NODE, limit=1 << 20, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            facts = await facts_of(process, api.service, running)
-        finally:
-            if process.returncode is None:
-                process.terminate()
-            await process.wait()
+        facts = await driven("jobs.mjs", url, tmp_path / "profile", {"go on": go_on})
     check(facts, running)
 
 
