@@ -38,8 +38,8 @@ class StartChild:
     handed_down: HandedDown
     environment: Mapping[str, str] = field(repr=False)
     """Added to the agent's own."""
-    accelerators: tuple[int, ...] | None
-    """Numbers of those that it may see, among those that the agent sees; ``None``: all of them."""
+    accelerators: tuple[int, ...]
+    """Numbers of those that it may see, among those that the agent sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,9 @@ class _Agent:
         return self._launchers[-1][1]
 
     async def _start(self, start: StartChild) -> int:
-        own = {}
-        if start.accelerators is not None:
-            visible = os.environ.get(_VISIBLE, "").split(",")
-            numbers = visible if visible[0] else [str(each) for each in range(max(start.accelerators, default=-1) + 1)]
-            own[_VISIBLE] = ",".join(numbers[each] for each in start.accelerators)
+        visible = os.environ.get(_VISIBLE, "").split(",")
+        numbers = visible if visible[0] else [str(each) for each in range(max(start.accelerators, default=-1) + 1)]
+        own = {_VISIBLE: ",".join(numbers[each] for each in start.accelerators)}
         child = await self._launcher(start).start(start.invitation, own)
         self._children[start.invitation.token] = child
         watching = asyncio.create_task(self._watch(start.invitation.token, child))

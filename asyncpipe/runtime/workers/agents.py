@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.runtime.workers.agent import ENTRY, ChildEnded, StartChild, Strike
@@ -15,7 +16,7 @@ from asyncpipe.runtime.workers.handed_down import HandedDown
 from asyncpipe.runtime.workers.launcher import Invitation, Launcher, PlannedWorker
 from asyncpipe.runtime.workers.supervisor import WorkerLimits
 
-__all__ = ["AgentProcess", "Agents", "FarProcess", "by_host", "shared_out"]
+__all__ = ["AgentProcess", "Agents", "FarProcess", "Seat", "by_host", "shared_out"]
 
 KILLED_SECONDS = 1.0
 """For who has started a process to say that it has ended, when it was told to kill it. Its host may be gone."""
@@ -61,10 +62,11 @@ class FarProcess:
 class AgentProcess(FarProcess):
     """A worker that an agent has started."""
 
-    def __init__(self, token: bytes, agent: WorkerConnection, *, has_own_accelerators: bool) -> None:
+    has_own_accelerators = True
+
+    def __init__(self, token: bytes, agent: WorkerConnection) -> None:
         super().__init__(self._tell)
         self.agent = agent
-        self.has_own_accelerators = has_own_accelerators
         self._token = token
 
     def _tell(self, stacks: bool) -> None:
@@ -90,6 +92,13 @@ class _Children:
                 child.end(None, f"its agent, {agent.name!r}, {error.how}")
 
 
+class Seat(NamedTuple):
+    """Where a worker is: the agent that starts it, and those of the agent's accelerators that it sees."""
+
+    agent: str
+    accelerators: tuple[int, ...]
+
+
 class Agents:
     """Used on one loop. ``launcher`` starts the agents, by their names, when they are needed."""
 
@@ -104,16 +113,17 @@ class Agents:
             limits=WorkerLimits(start=seconds),
         )
         self._environment = dict(environment or {})
+        self.seats: dict[str, Seat] = {}
+        """By worker."""
         self._is_open = False
         self._turns: dict[str, asyncio.Lock] = {}
 
-    async def start(
-        self, invitation: Invitation, agent: str, accelerators: tuple[int, ...] | None = None
-    ) -> AgentProcess:
-        """Have the agent start a worker that sees these of the agent's accelerators, or all."""
+    async def start(self, invitation: Invitation) -> AgentProcess:
+        """Have the agent of its seat start a worker; the agent starts before if it is not there."""
+        agent, accelerators = self.seats[invitation.name]
         connection = await self._agent(agent)
         passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-        process = AgentProcess(invitation.token, connection, has_own_accelerators=accelerators is not None)
+        process = AgentProcess(invitation.token, connection)
         # Before the answer: it may end at once.
         self._children.of[invitation.token] = process
         start = StartChild(

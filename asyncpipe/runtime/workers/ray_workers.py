@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.errors import LauncherError, OptionError, WorkerLostError, missing_package
-from asyncpipe.runtime.workers.agents import AgentProcess, Agents, FarProcess, by_host, shared_out
+from asyncpipe.runtime.workers.agents import AgentProcess, Agents, FarProcess, Seat, by_host, shared_out
 from asyncpipe.runtime.workers.child_process import PROGRAM
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
@@ -99,8 +99,6 @@ class RayWorkers:
         self._agents = Agents(self._actors, environment, seconds)
         self._nodes: list[dict[str, str]] = []
         self._folder: HeldFolder | None = None
-        self._seats: dict[str, _SeatInBundle] = {}
-        """By worker."""
         self._turn = asyncio.Lock()
 
     async def prepare(self, workers: Sequence[PlannedWorker]) -> tuple[str, int] | None:
@@ -108,14 +106,13 @@ class RayWorkers:
         async with self._turn:
             if self._actors.ray is None:
                 self._actors.ray = await self._open()
-            if new := [worker for worker in workers if worker.name not in self._seats]:
+            if new := [worker for worker in workers if worker.name not in self._agents.seats]:
                 await self._reserve(self._actors.ray, new)
         return self._actors.address
 
     async def start(self, invitation: Invitation) -> AgentProcess:
         """Have the agent of its bundle start it, which starts before if it is not there."""
-        seat = self._seats[invitation.name]
-        return await self._agents.start(invitation, seat.agent, seat.accelerators)
+        return await self._agents.start(invitation)
 
     async def close(self) -> None:
         """End the agents, give back the bundles, and end Ray if it was started here."""
@@ -190,7 +187,7 @@ class RayWorkers:
             gpus = [(worker.name, each) for worker in members for each in worker.accelerators]
             for worker in members:
                 own = tuple([place for place, (owner, _) in enumerate(gpus) if owner == worker.name])
-                self._seats[worker.name] = _SeatInBundle(agent, own)
+                self._agents.seats[worker.name] = Seat(agent, own)
 
     def _groups(self, workers: Sequence[PlannedWorker]) -> dict[str, list[PlannedWorker]]:
         """The workers of each bundle, by host or by worker."""
@@ -227,11 +224,6 @@ class RayWorkers:
             there = sorted({node[key] for node in self._nodes for key in ("name", "hostname")})
             raise OptionError(f"the cluster has no host {', '.join(unknown)}; it has {', '.join(there)}")
         return {host: {f"node:{address}": 0.001} for host, address in machines.items()}
-
-
-class _SeatInBundle(NamedTuple):
-    agent: str
-    accelerators: tuple[int, ...]
 
 
 class _BundleOfAgent(NamedTuple):

@@ -7,11 +7,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import OptionError
-from asyncpipe.runtime.workers.agents import AgentProcess, Agents, FarProcess, by_host, shared_out
+from asyncpipe.runtime.workers.agents import AgentProcess, Agents, FarProcess, Seat, by_host, shared_out
 from asyncpipe.runtime.workers.child_process import PROGRAM
 from asyncpipe.runtime.workers.launcher import Invitation, PlannedWorker
 from asyncpipe.runtime.workers.torchrun import Rank, RankHere, Rendezvous, rendezvous
@@ -48,8 +47,7 @@ class TorchrunWorkers:
         self._rendezvous = rendezvous(self._own)
         self._agents = Agents(_Ranks(self._rendezvous), environment, seconds)
         self._ranks: list[RankHere] = []
-        self.seats: dict[str, _SeatAtRank] = {}
-        """By worker: its rank, and the numbers of its accelerators there."""
+        self.seats = self._agents.seats
         self._accelerators: Counter[str] = Counter()
         """By host: how many the workers have that name no host."""
 
@@ -61,8 +59,7 @@ class TorchrunWorkers:
 
     async def start(self, invitation: Invitation) -> AgentProcess:
         """Have its rank start it."""
-        seat = self.seats[invitation.name]
-        return await self._agents.start(invitation, f"rank {seat.rank}", seat.accelerators)
+        return await self._agents.start(invitation)
 
     async def close(self) -> None:
         """The ranks wait for the next pool, or for the end of this process."""
@@ -77,7 +74,7 @@ class TorchrunWorkers:
             for each, names in zip(ranks, shared_out([w.name for w in members], len(ranks)), strict=True):
                 for worker in members:
                     if worker.name in names:
-                        self.seats[worker.name] = _SeatAtRank(each.rank, self._accelerators_of(worker, each.host))
+                        self.seats[worker.name] = Seat(f"rank {each.rank}", self._accelerators_of(worker, each.host))
 
     def _accelerators_of(self, worker: PlannedWorker, host: str) -> tuple[int, ...]:
         if worker.hosts:
@@ -85,11 +82,6 @@ class TorchrunWorkers:
         first = self._accelerators[host]
         self._accelerators[host] += len(worker.accelerators)
         return tuple(range(first, self._accelerators[host]))
-
-
-class _SeatAtRank(NamedTuple):
-    rank: int
-    accelerators: tuple[int, ...]
 
 
 class _Ranks:

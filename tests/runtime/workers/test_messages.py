@@ -247,22 +247,12 @@ ECHOED = [
 ]
 
 
-def test_a_script_with_a_guard_is_imported_where_its_classes_are_needed(tmp_path):
+def test_a_script_with_a_guard_is_imported_where_its_classes_are_needed_and_others_never(tmp_path):
     assert ran(tmp_path, GUARD) == ECHOED
-
-
-def test_a_module_that_is_run_by_its_name_is_imported(tmp_path):
     assert ran(tmp_path, GUARD, "-m", "package.module", main="package/module.py") == ECHOED
-
-
-def test_a_script_without_a_guard_does_not_run_twice(tmp_path):
     first, refused = ran(tmp_path, "")
     assert first == "the script runs as __main__"
     assert "Net is defined in the script" in refused
     assert "put Net in a module" in refused
-
-
-def test_what_is_defined_interactively_is_refused(tmp_path):
     script = SCRIPT.format(path=[str(ROOT), str(ROOT / "tests/support")], guard="")
-    _, refused = ran(tmp_path, "", "-c", script)
-    assert "Net is defined interactively" in refused
+    assert "Net is defined interactively" in ran(tmp_path, "", "-c", script)[1]

@@ -165,7 +165,8 @@ async def test_devices_have_places_on_the_hosts_that_they_name(monkeypatch):
     launcher = TorchrunWorkers()
     named = [PlannedWorker(name, (name,)) for name in ("b/cuda:3", "a/cuda:1", "b/cpu:0", "b/cpu:1")]
     await launcher.prepare(named)
-    assert launcher.seats == {"b/cuda:3": (2, (3,)), "a/cuda:1": (1, (1,)), "b/cpu:0": (2, ()), "b/cpu:1": (3, ())}
+    ranks = {"b/cuda:3": (2, (3,)), "a/cuda:1": (1, (1,)), "b/cpu:0": (2, ()), "b/cpu:1": (3, ())}
+    assert launcher.seats == {name: (f"rank {rank}", accelerators) for name, (rank, accelerators) in ranks.items()}
     for workers, message in (
         (
             [PlannedWorker("c/cpu:0", ("c/cpu:0",))],
