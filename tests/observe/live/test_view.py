@@ -28,7 +28,6 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HangError, HungTaskError, WorkerLostError
 from asyncpipe.observe.live import step_data
-from asyncpipe.observe.live import view as live_view
 from asyncpipe.observe.live.view import LiveView, Series
 
 
@@ -185,34 +184,6 @@ def test_a_cancelled_step_is_told_of() -> None:
     view, graph = LiveView(), lowered()
     view.step_completed(StepRecord(7, graph, [(0.0, StepSubmitted(7, graph))], Outcome.CANCELLED))
     assert fold(view)["spoiled"] == {"failed": 0, "cancelled": 1, "last": "Step 7 was cancelled."}
-
-
-def test_a_graph_is_let_go_with_its_last_record() -> None:
-    view, graph = LiveView(), lowered()
-    mark = weakref.ref(graph)
-    view.step_completed(simulate(graph))
-    view.snapshot()
-    del graph
-    view.step_completed(simulate(lowered()))
-    view.snapshot()
-    gc.collect()
-    assert mark() is None
-
-
-def test_a_step_is_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    folded: list[int] = []
-
-    def counted(record: StepRecord) -> Any:
-        folded.append(record.step)
-        return report(record)
-
-    monkeypatch.setattr(live_view, "report", counted)
-    view, graph = LiveView(), lowered()
-    view.step_completed(simulate(graph))
-    first = view.snapshot()
-    view.training_step(1.0, 1, 1, 1.0)
-    assert view.snapshot()["step"] is first["step"]
-    assert folded == [0]
 
 
 # Training steps

@@ -21,7 +21,6 @@ from asyncpipe.core.engine.events import (
     GateOpened,
     Outcome,
     StepCompleted,
-    StepSubmitted,
     TaskCompleted,
     TaskDropped,
     TaskFailed,
@@ -294,22 +293,6 @@ def test_folding_a_stack_is_folding_one_by_one(draw: st.DataObject) -> None:
 
 
 # Single things
-
-
-def test_step_arrays_keep_nothing_of_the_journal() -> None:
-    graph = lower(find_schedule("gpipe"), Shape(1, 1, 1))
-
-    class Loud(Exception):
-        pass
-
-    error = Loud()
-    gone = weakref.ref(error)
-    record = StepRecord(0, graph, [(0.0, StepSubmitted(0, graph)), (1.0, TaskFailed(0, 0, error))], Outcome.FAILED)
-    arrays = StepArrays(record, 0.0)
-    del record, error
-    gc.collect()
-    assert gone() is None
-    assert arrays.lost == [(0, "failed")]
 
 
 def test_graph_arrays_are_made_once_and_go_with_their_graph() -> None:

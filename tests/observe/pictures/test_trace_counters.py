@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from asyncpipe.core.engine.events import Outcome, StepSubmitted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.predict.costs import Costs
-from asyncpipe.core.predict.memory import StageMemory, peak_memory
+from asyncpipe.core.predict.memory import StageMemory
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.trace import to_chrome
 
 
@@ -96,28 +91,3 @@ def test_predicted_memory_goes_up_with_forwards_and_down_with_backwards() -> Non
         (9000.0, 100_000),
     ]
     assert found["dev:1", "predicted memory bytes"] == [(0.0, 200_000), (1000.0, 201_000), (7000.0, 200_000)]
-
-
-def test_memory_of_another_number_of_stages_is_refused() -> None:
-    with pytest.raises(OptionError, match="memory is that of 2 stages, the step has 3"):
-        to_chrome([step()], memory=MEMORY)
-
-
-@settings(max_examples=40)
-@given(
-    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.sampled_from(list(CheckpointMode)),
-    st.data(),
-)
-def test_the_counters_peak_is_the_predicted_one(
-    name: str, stages: int, microbatches: int, mode: CheckpointMode, data: st.DataObject
-) -> None:
-    sizes = st.lists(st.integers(0, 1000), min_size=stages, max_size=stages)
-    memory = StageMemory(data.draw(sizes), data.draw(sizes), data.draw(sizes))
-    record = step(name, stages, microbatches, mode=mode)
-    trace = to_chrome([record], memory=memory)
-    found = [values(trace, device, "predicted memory bytes") for device in record.graph.devices]
-    assert [max(row) for row in found] == peak_memory(record, memory)
-    assert [row[-1] for row in found] == list(memory.fixed)
