@@ -12,20 +12,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_helpers import check_history
 
 from asyncpipe.errors import AsyncpipeError, OptionError
 from asyncpipe.service.job_states import (
-    FINAL_STATES,
     MAX_CAUSE,
     MAX_SPEC_BYTES,
-    TRANSITIONS,
     JobSpec,
     JobSpecError,
     JobState,
     JobStateError,
     PriorityClass,
-    Transition,
     check_asking,
     check_transition,
     tidy_cause,
@@ -66,12 +62,6 @@ def test_exactly_the_legal_transitions_pass(state, to):
         assert {f"{state} {possible}" for possible in caught.value.possible} <= LEGAL
 
 
-def test_jobs_that_have_ended_begin_again_only_if_they_have_not_finished():
-    ended = {JobState.FINISHED, JobState.FAILED, JobState.CANCELLED, JobState.QUARANTINED}
-    assert ended == FINAL_STATES
-    assert {state for state in ended if TRANSITIONS[state]} == ended - {JobState.FINISHED}
-
-
 def test_an_illegal_transition_is_told_with_what_would_be_possible():
     with pytest.raises(AsyncpipeError) as caught:
         check_transition("7", JobState.PAUSED, JobState.RUNNING)
@@ -79,11 +69,6 @@ def test_an_illegal_transition_is_told_with_what_would_be_possible():
     assert str(caught.value) == f"job 7 is paused: it cannot become running; {possible}"
     with pytest.raises(JobStateError, match=r"^job 7 is finished: it cannot become queued; that state is final$"):
         check_transition("7", JobState.FINISHED, JobState.QUEUED)
-
-
-def test_a_job_in_another_state_than_expected_does_not_pass():
-    with pytest.raises(JobStateError, match="job 7 is running: it cannot become cancelled as a job that is queued"):
-        check_transition("7", JobState.RUNNING, JobState.CANCELLED, expect=JobState.QUEUED)
 
 
 @pytest.mark.parametrize("to", [*JobState, None])
@@ -100,28 +85,6 @@ def test_only_a_running_job_is_asked_and_a_cancellation_stands(state, asked, to)
     else:
         with pytest.raises(JobStateError, match=f"^job 7 is {state}: it cannot "):
             check_asking("7", state, asked, to)
-
-
-def path(*states: str | None) -> list[Transition]:
-    pairs = zip((None, *states), states, strict=False)
-    return [
-        Transition(n, "7", a and JobState(a), JobState(b), 0.0, "because")
-        for n, (a, b) in enumerate(pairs)
-        if b is not None
-    ]
-
-
-def test_histories_are_legal_paths_from_the_submission():
-    check_history(path("queued", "running", "queued", "running", "paused", "queued", "cancelled"))
-    check_history([])
-    with pytest.raises(AssertionError, match="is None: it cannot become running"):
-        check_history(path("running"))
-    with pytest.raises(AssertionError, match="is paused: it cannot become finished"):
-        check_history(path("queued", "running", "paused", "finished"))
-    with pytest.raises(AssertionError, match="is queued: it cannot leave running"):
-        check_history([step for step in path("queued", "running", "paused") if step.to_state is not JobState.RUNNING])
-    with pytest.raises(AssertionError, match="is None: it cannot leave queued"):
-        check_history(path("queued", "running")[1:])
 
 
 def test_errors_cross_processes():

@@ -62,8 +62,6 @@ __all__ = [
     "make_id",
 ]
 
-MAX_SNAPSHOT = 1000
-MAX_SCHEDULE = 200
 MAX_STEP = 2**63 - 1
 MAX_LIMIT = 1000
 EVERYTHING = 2**62
@@ -268,10 +266,8 @@ class JobStore:
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """``job`` with another schedule. The caller has checked that the job can follow it.
 
-        Raises ``JobStateError`` for a job in a final state, ``OptionError``.
+        Raises ``JobStateError`` for a job in a final state.
         """
-        if not isinstance(schedule, str) or not (0 < len(schedule) <= MAX_SCHEDULE and is_text(schedule)):
-            raise OptionError(f"a schedule's name is a text of 1 to {MAX_SCHEDULE} characters, not {schedule!r:.100}")
 
         def change(db: sqlite3.Connection) -> JobRecord:
             record = find_job(db, job)
@@ -306,12 +302,8 @@ class JobStore:
         """Record that the running ``job`` has done ``step`` steps and, if given, that ``snapshot`` is on disk.
 
         The step may be smaller than the last one, after the job went back to a snapshot. Raises ``JobStateError`` for a
-        job that is not running, ``OptionError``.
+        job that is not running.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
-            raise OptionError(f"a step is an integer from 0 to {MAX_STEP}, not {step!r:.100}")
-        if snapshot is not None and not (0 < len(snapshot) <= MAX_SNAPSHOT and is_text(snapshot)):
-            raise OptionError(f"a snapshot's name is a text of 1 to {MAX_SNAPSHOT} characters, not {snapshot!r:.100}")
 
         def change(db: sqlite3.Connection) -> None:
             state = find_job(db, job).state

@@ -1,4 +1,4 @@
-"""What a service does where a job fails, its store cannot be written, or memory is short; with fake trainings."""
+"""What a service does where a job fails, or its store cannot be written; with fake trainings."""
 
 from __future__ import annotations
 
@@ -257,6 +257,3 @@ async def test_progress_that_the_store_does_not_take_is_told_and_kept_later(tmp_
         # Acknowledged in order, each once, and only when the store knew.
         assert [event.data["step"] for event in events if event.kind == "snapshot"][:3] == [1, 2, 3]
         assert (await service.store.get(job.id)).snapshot == "step-5"
-
-
-# Memory

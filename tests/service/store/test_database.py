@@ -7,7 +7,6 @@ import os
 import pickle
 import sqlite3
 import stat
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -178,51 +177,6 @@ async def test_a_full_store_says_so_and_goes_on_when_there_is_room(path):
         assert (await submitted(store, large)).spec == large
     with closing(open_database(path, 0)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-
-
-LIMITED = """
-import asyncio, resource, sys
-from asyncpipe.service.job_states import JobSpec
-from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
-
-def limit(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size or resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-async def main(path):
-    spec = JobSpec("job", "m:f", {"x": "y" * 1000})
-    kept, lost = [], 0
-    async with JobStore(path) as store:
-        for size in (200_000, None, 300_000, None):
-            limit(size)
-            answers = [answer for _ in range(10) for answer in await asyncio.gather(
-                *(store.add(spec) for _ in range(20)), return_exceptions=True)]
-            failed = [answer for answer in answers if isinstance(answer, Exception)]
-            assert all(isinstance(error, StoreError) for error in failed), failed
-            assert {error.problem for error in failed} <= {StoreProblem.FULL, StoreProblem.FAILED}, failed
-            assert all("full" in str(error) or "no room" in str(error) for error in failed), failed
-            assert bool(failed) == (size is not None), (size, len(failed))
-            lost += len(failed)
-            kept += [answer[0].id for answer in answers if answer not in failed]
-            assert [job.id for job in await store.list(limit=1000)] == kept
-        limit(100_000)
-    limit(None)
-    async with JobStore(path) as store:
-        assert [job.id for job in await store.list(limit=1000)] == kept
-    print(len(kept), lost)
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "O_DIRECTORY"), reason="this system cannot limit the size of files")
-def test_where_files_cannot_grow_nothing_is_torn_and_the_store_goes_on(path):
-    child = subprocess.run(
-        [sys.executable, "-c", LIMITED, path], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
-    )
-    assert child.returncode == 0, child.stderr
-    kept, lost = map(int, child.stdout.split())
-    assert kept + lost == 800
-    assert lost > 100
 
 
 def test_errors_cross_processes_and_know_every_kind_of_trouble(path):

@@ -1,21 +1,17 @@
-"""The job store against a model in memory, under many clients, and where its disk or its file is bad."""
+"""The job store: what it keeps, and its thread, which commits many requests at once."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import sqlite3
 import threading
 from dataclasses import replace
-from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
 from store_helpers import (
     CANCELLED,
-    FAILED,
     FINISHED,
-    LEGAL,
     PAUSED,
     QUEUED,
     RUNNING,
@@ -26,11 +22,9 @@ from store_helpers import (
 )
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.job_states import JobRecord, JobSpecError, JobState, JobStateError, PriorityClass
-from asyncpipe.service.store import database_thread
+from asyncpipe.service.job_states import JobRecord, JobStateError, PriorityClass
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
-    JobFilter,
     JobStore,
     StoreError,
     StoreProblem,
@@ -97,29 +91,6 @@ async def test_a_job_that_is_not_there_is_a_typed_error_everywhere(path, unknown
                 await asking
 
 
-async def test_what_cannot_be_kept_is_refused(path):
-    async with JobStore(path) as store:
-        job = await submitted(store, SPEC)
-        await store.transition(job.id, RUNNING, "because")
-        for step in (-1, 2**63, 1.5, True, "3"):
-            with pytest.raises(OptionError, match="a step is an integer"):
-                await store.progress(job.id, step)
-        for snapshot in ("", "x" * 1001, "\udcff"):
-            with pytest.raises(OptionError, match="a snapshot's name"):
-                await store.progress(job.id, 1, snapshot)
-        for limit in (0, 1001, "3", True):
-            with pytest.raises(OptionError, match="limit is an integer from 1 to 1000"):
-                await store.list(limit=limit)
-        for key in ("", "x" * 201, "ä", "a\nb", 3):
-            with pytest.raises(OptionError, match="an idempotency key is"):
-                await submitted(store, SPEC, key)
-        with pytest.raises(JobSpecError):
-            await submitted(store, replace(SPEC, document={"x": float("nan")}))
-        await store.progress(job.id, 2**63 - 1)
-        assert (await store.get(job.id)).step == 2**63 - 1
-        assert len(await store.list()) == 1
-
-
 async def test_a_key_makes_one_job(path):
     other = replace(SPEC, weight=2.0)
     async with JobStore(path) as store:
@@ -133,22 +104,6 @@ async def test_a_key_makes_one_job(path):
         assert await submitted(store, SPEC, "key") == running
         assert (await submitted(store, other, "another key")).id != running.id
         assert len({(await submitted(store, SPEC)).id for _ in range(3)}) == 3
-
-
-async def test_pages_of_a_list_leave_nothing_out_while_jobs_change(path):
-    async with JobStore(path, clock=iter([9.0, 3.0, 5.0] * 99).__next__, make_id=lambda at: f"{at}{next(n)}") as store:
-        n = count()
-        ids = [(await submitted(store, SPEC)).id for _ in range(7)]
-        assert ids != sorted(ids)  # The order is that of submission, whatever the clock says.
-        queued = JobFilter(frozenset({QUEUED}))
-        first = await store.list(queued, limit=3)
-        await store.transition(first[-1].id, CANCELLED, "because")
-        second = await store.list(queued, limit=3, after=first[-1].id)
-        last = await store.list(queued, limit=3, after=second[-1].id)
-        assert [job.id for job in (*first, *second, *last)] == ids
-        assert [job.id for job in await store.list()] == ids
-        assert [job.id for job in await store.list(JobFilter(frozenset({CANCELLED, FAILED})))] == [ids[2]]
-        assert await store.list(JobFilter(frozenset())) == await store.list(after=ids[-1]) == ()
 
 
 async def test_recovery_queues_what_was_running_the_foreground_first(path):
@@ -267,12 +222,6 @@ async def test_an_error_of_sqlite_fails_only_the_request_that_made_it(path):
             await submitted(store, SPEC)
 
 
-async def test_a_flood_is_committed_in_groups_of_bounded_size(path):
-    async with Held(path) as store:
-        await held(store, *(submitted(store, SPEC) for _ in range(database_thread.LARGEST_GROUP * 2 + 1)))
-        assert store.commits == 3
-
-
 @pytest.mark.usefixtures("no_leaks")
 async def test_cancelling_who_waits_tears_nothing(path):
     async with Held(path, make_id=numbered()) as store:
@@ -337,53 +286,3 @@ def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
     thread.join(10)
     assert not thread.is_alive()
     assert new_threads() == 0
-
-
-async def test_coroutines_of_another_loop_are_answered_too(path):
-    async with JobStore(path) as store:
-        job = await asyncio.to_thread(lambda: asyncio.run(submitted(store, SPEC)))
-        assert await store.get(job.id) == job
-
-
-# Many clients
-
-
-@pytest.mark.usefixtures("no_leaks")
-async def test_twenty_clients_leave_a_legal_history_of_each_of_a_thousand_jobs(path):
-    jobs: list[str] = []
-    outcomes = {"done": 0, "refused": 0}
-
-    async def client(number: int) -> None:
-        chance = random.Random(number)
-        for _ in range(50):
-            jobs.append((await submitted(store, SPEC, f"{number} {len(jobs)}")).id)
-            for _ in range(5):
-                job = chance.choice(jobs)
-                expect = chance.choice([None, *JobState])
-                try:
-                    if chance.random() < 0.2:
-                        await store.progress(job, chance.randrange(1000))
-                    else:
-                        # Seldom an end, so that most of what comes later is still about living jobs.
-                        to = chance.choice([QUEUED, RUNNING, PAUSED] * 3 + [FINISHED, FAILED, CANCELLED])
-                        await store.transition(job, to, f"client {number}", expect=expect)
-                    outcomes["done"] += 1
-                except JobStateError:
-                    outcomes["refused"] += 1
-
-    async with JobStore(path) as store, asyncio.timeout(30):
-        async with asyncio.TaskGroup() as clients:
-            for number in range(20):
-                clients.create_task(client(number))
-        assert len(set(jobs)) == 1000
-        assert min(outcomes.values()) > 500
-        sequences = []
-        for job in await store.list(limit=1000):
-            history = await store.history(job.id)
-            states = [None, *(step.to_state for step in history)]
-            assert [step.from_state for step in history] == states[:-1]
-            assert states[1] is QUEUED
-            assert all(after in LEGAL[before] for before, after in pairwise(states[1:]))
-            assert (job.state, job.attempts) == (states[-1], states.count(RUNNING))
-            sequences += [step.sequence for step in history]
-        assert sorted(sequences) == list(range(1, len(sequences) + 1))
