@@ -175,7 +175,7 @@ async def finished(service: TrainingService) -> None:
     assert not manager.logs._users
     assert not manager.logs._turns
     assert not manager.measuring.peaks
-    assert not manager.failures
+    assert not manager.jobs.failures
     driver = manager.pool.driver
     assert driver.scheduler.idle
     assert not driver._under_way

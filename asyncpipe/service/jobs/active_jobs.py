@@ -51,16 +51,17 @@ class ActiveJobs:
         logs: JobLogs,
         metrics: ServiceMetrics,
         most_queued: int,
-        ended: Callable[[str], object],
         is_suspect: Callable[[JobRecord], bool] = lambda record: False,
     ) -> None:
-        """``ended`` is called with each job that reaches a final state. Suspects wait behind all foreground jobs."""
+        """Jobs for which ``is_suspect`` is true wait behind all foreground jobs."""
         self.store = store
         self.queued: dict[str, JobRecord] = {}
         self.queue = JobQueue()
         """Their order."""
         self.running: dict[str, JobRun] = {}
         """From the transition to ``running`` to the next one."""
+        self.failures: dict[str, int] = {}
+        """How often each job failed since its last snapshot."""
         self.changed = asyncio.Event()
         """Set when a queued job might be able to start."""
         self.timed = asyncio.Event()
@@ -68,7 +69,6 @@ class ActiveJobs:
         self._logs = logs
         self._metrics = metrics
         self._most_queued = most_queued
-        self._ended = ended
         self._is_suspect = is_suspect
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -115,10 +115,15 @@ class ActiveJobs:
         )
         if to is JobState.RUNNING:
             self._metrics.waited(after.updated - record.updated)
-        self._keep(record.state, after, is_retry=is_retry)
+        self.follow(record.state, after, is_retry=is_retry)
         return after
 
-    def _keep(self, before: JobState | None, record: JobRecord, *, is_retry: bool = False) -> None:
+    def follow(self, before: JobState | None, record: JobRecord, *, is_retry: bool = False) -> None:
+        """Follow a transition that the store has: log lines, metrics, the job's log and the queue.
+
+        The caller holds the job's turn. ``before`` is the state before, ``None`` for a new job; ``is_retry`` as for
+        ``become``.
+        """
         log_change(before, record, is_retry=is_retry)
         self._metrics.changed(before, record)
         if (log := self._logs.of(record.id)) is not None:
@@ -131,14 +136,10 @@ class ActiveJobs:
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
         if record.state in FINAL_STATES:
-            self._ended(record.id)
+            self.failures.pop(record.id, None)
         if record.spec.deadline is not None:
             self.timed.set()
         self.changed.set()
-
-    def take_in(self, before: JobState | None, record: JobRecord) -> None:
-        """Follow a change that whoever holds the job's turn has made in the store; ``before`` as in the metrics."""
-        self._keep(before, record)
 
     def forget(self, record: JobRecord) -> None:
         """Follow that a job, which had ended, is not in the store any more."""
@@ -163,7 +164,7 @@ class ActiveJobs:
         """The job, and whether it is new. Raises as ``JobStore.add``."""
         record, new = await self.store.add(spec, idempotency_key, most_queued=self._most_queued)
         if new:
-            self._keep(None, record)
+            self.follow(None, record)
         return record, new
 
     async def pause(self, job: str, cause: str) -> JobRecord:

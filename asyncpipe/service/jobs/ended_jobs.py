@@ -58,7 +58,7 @@ class EndedJobs:
                 raise JobStateError(job, before.state, "be retried")
             await self._check_step(before, from_step)
             after = await store.retry(job, cause, from_step, spec, most_queued=self._most_queued)
-            self._active.take_in(before.state, after)
+            self._active.follow(before.state, after)
             return after
 
     async def fork(self, job: str, spec: JobSpec, from_step: int | None = None) -> JobRecord:
@@ -85,7 +85,7 @@ class EndedJobs:
         try:
             await in_thread(lambda: copy.rename(self._folder / new))
         finally:  # Without its folder it is quarantined when its turn comes.
-            self._active.take_in(None, record)
+            self._active.follow(None, record)
         return record
 
     async def _check_step(self, record: JobRecord, step: int | None) -> None:

@@ -76,7 +76,7 @@ class Manager:
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(store, settings.folder / "jobs", self._log_failed)
-        self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._forget, self._is_suspect)
+        self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._is_suspect)
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
         launcher = RayWorkers(**settings.ray.model_dump()) if settings.workers == "ray" else settings.workers
         self.pool = DevicePool(workers=launcher, worker_path=folders)
@@ -91,8 +91,6 @@ class Manager:
         self._retry_seconds = retry_seconds
         self._stack = AsyncExitStack()
         self._runs: set[asyncio.Task[None]] = set()
-        self.failures: dict[str, int] = {}
-        """How often each job failed since its last snapshot."""
         self._scheduler: asyncio.Task[None] | None = None
         self._expiry: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
@@ -327,7 +325,7 @@ class Manager:
         job = run.record.id
         failed = outcome.ending is RunEnding.FAILED
         crashed = outcome.ending is RunEnding.CRASHED
-        failures = (0 if run.has_snapshot else self.failures.get(job, 0)) + failed
+        failures = (0 if run.has_snapshot else self.jobs.failures.get(job, 0)) + failed
         if failed and failures <= _retries_of(run.record):
             await self._back_off(failures)
         while True:
@@ -349,7 +347,7 @@ class Manager:
                 if self._giving_up.is_set() or await _set_within(self._giving_up, self._retry_seconds):
                     return
         if after.state not in FINAL_STATES:
-            self.failures[job] = failures
+            self.jobs.failures[job] = failures
         if (failed or crashed) and after.state is JobState.QUEUED:
             self.metrics.retried("snapshot")
 
@@ -357,9 +355,6 @@ class Manager:
         """Wait before the next try, twice as long after each failure; not after the first."""
         if failures > 1:
             await _set_within(self.ending, min(2.0 ** (failures - 2), self._retry_seconds))
-
-    def _forget(self, job: str) -> None:
-        self.failures.pop(job, None)
 
     def _workers_in_use(self) -> Mapping[str, Sequence[str]]:
         return {job: run.workers for job, run in self.jobs.running.items()}
