@@ -94,15 +94,11 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(5),
     "rand, out": lambda: torch.rand(5, out=torch.empty(5)),
     "rand, default generator": lambda: torch.rand(5, generator=torch.default_generator),
-    "randn_like": lambda: torch.randn_like(SEQUENCE),
     "randperm": lambda: torch.randperm(50),
     "bernoulli": lambda: torch.bernoulli(torch.full((50,), 0.5)),
     "method in place": lambda: torch.empty(5).uniform_(),
-    "multinomial": lambda: torch.multinomial(torch.ones(50), 20),
     "binomial": lambda: torch.binomial(torch.full((50,), 9.0), torch.full((50,), 0.5)),
     "dropout": lambda: F.dropout(ONES),
-    "dropout in place": lambda: nn.Dropout(0.5, inplace=True)(torch.ones(50)),
-    "rrelu": lambda: nn.RReLU()(-ONES),
     "fractional pooling": lambda: nn.FractionalMaxPool2d(2, output_size=8)(torch.arange(1600.0).reshape(1, 4, 20, 20)),
     "lstm": lambda: LSTM(SEQUENCE)[0],
     "attention": lambda: F.scaled_dot_product_attention(SEQUENCE, SEQUENCE, SEQUENCE, dropout_p=0.5),
@@ -116,7 +112,6 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "torch.cond": lambda: torch.cond(ONES.sum() > 0, F.dropout, torch.sin, (ONES,)),
     "a dispatch mode, rand": lambda: in_mode(lambda: torch.rand(5)),
     "a dispatch mode, native dropout": lambda: in_mode(lambda: torch.native_dropout(ONES, 0.5, True)[0]),
-    "a dispatch mode, in place": lambda: in_mode(lambda: torch.empty(5).normal_()),
     "torch.random": lambda: torch.get_rng_state()[:32],
 }
 
