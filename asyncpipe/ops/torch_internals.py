@@ -131,10 +131,10 @@ INTERNALS = (
         "none: compile= raises",
     ),
     Internals(
-        "distributed.ProcessGroupGloo._Options .options._devices .options._threads .options._timeout",
-        "a group of two for an edge, with an address, threads and a time limit of its own",
-        "test_large_messages_and_those_that_go_with_their_header",
-        "none: edges between hosts raise",
+        ".options._timeout",
+        "a group of NCCL for an edge, whose receiver may wait for as long as a peer computes",
+        "test_the_watchdog_of_a_group_does_not_end_the_process",
+        "none: edges by NCCL raise",
     ),
     Internals(
         ".RNNBase._flat_weights .RNNBase._flat_weights_names .Module._non_persistent_buffers_set .GradScaler._device "
