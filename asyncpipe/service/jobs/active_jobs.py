@@ -209,10 +209,6 @@ class ActiveJobs:
         Raises ``JobSpecError`` for values that no job can have. Jobs that have ended may have other tags.
         """
         async with self.turn(job):
-            if priority_class is not None or weight is not None:
-                record = await self.store.get(job)
-                if record.state in FINAL_STATES:
-                    raise JobStateError(job, record.state, "change its priority class or weight")
             changed = await self.store.amend(job, priority_class=priority_class, weight=weight, tags=tags)
             record = self._update(changed)
             if (run := self.running.get(job)) is not None:
@@ -235,7 +231,7 @@ class ActiveJobs:
             if run is None:
                 async with self.turn(job):
                     if job not in self.running:
-                        return self._update(await self.store.change_schedule(job, schedule))
+                        return self._update(await self.store.amend(job, schedule=schedule))
             elif (changed := await self._change_running(run, schedule)) is not None:
                 return changed
 
@@ -252,7 +248,7 @@ class ActiveJobs:
                 if self.running.get(job) is not run:
                     return None
                 try:
-                    return self._update(await self.store.change_schedule(job, schedule))
+                    return self._update(await self.store.amend(job, schedule=schedule))
                 except StoreError:
                     if changed:  # The request failed, so it must have no effect.
                         with suppress(AsyncpipeError):

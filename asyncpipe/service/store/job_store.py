@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import (
@@ -263,38 +263,33 @@ class JobStore:
 
         return await self._about(job, change)
 
-    async def change_schedule(self, job: str, schedule: str) -> JobRecord:
-        """``job`` with another schedule. The caller has checked that the job can follow it.
-
-        Raises ``JobStateError`` for a job in a final state.
-        """
-
-        def change(db: sqlite3.Connection) -> JobRecord:
-            record = find_job(db, job)
-            if record.state in FINAL_STATES:
-                raise JobStateError(job, record.state, "change its schedule")
-            document = {**record.spec.document, "pipeline": {**record.spec.table("pipeline"), "schedule": schedule}}
-            return self._changed(db, job, replace(record.spec, document=document))
-
-        return await self._about(job, change)
-
     async def amend(
         self,
         job: str,
         *,
+        schedule: str | None = None,
         priority_class: PriorityClass | None = None,
         weight: float | None = None,
         tags: Collection[str] | None = None,
     ) -> JobRecord:
-        """``job`` with another priority class, weight or other tags; what is ``None`` stays.
+        """``job`` with another schedule, priority class, weight or other tags; what is ``None`` stays.
 
-        Raises ``JobSpecError`` for values that no job can have.
+        The caller has checked that the job can follow the schedule. Raises ``JobSpecError`` for other values that no
+        job can have, and ``JobStateError`` for a job that has ended, of which only the tags can change.
         """
         new = {"priority_class": priority_class, "weight": weight, "tags": None if tags is None else tuple(tags)}
-        given = {name: value for name, value in new.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
 
         def change(db: sqlite3.Connection) -> JobRecord:
-            return self._changed(db, job, replace(find_job(db, job).spec, **given))  # type: ignore[arg-type]
+            record = find_job(db, job)
+            if record.state in FINAL_STATES and (schedule, priority_class, weight) != (None, None, None):
+                raise JobStateError(job, record.state, "change its schedule, priority class or weight")
+            if schedule is not None:
+                pipeline = {**record.spec.table("pipeline"), "schedule": schedule}
+                given["document"] = {**record.spec.document, "pipeline": pipeline}
+            _replace_spec(db, job, replace(record.spec, **given))
+            db.execute("UPDATE jobs SET updated = ? WHERE id = ?", (self._clock(), job))
+            return find_job(db, job)
 
         return await self._about(job, change)
 
@@ -471,12 +466,6 @@ class JobStore:
         if job is not None and not is_text(job):
             raise UnknownJobError(job)
         return await self._thread.run(function)
-
-    def _changed(self, db: sqlite3.Connection, job: str, spec: JobSpec) -> JobRecord:
-        """``job`` with ``spec`` in place of what it had."""
-        _replace_spec(db, job, spec)
-        db.execute("UPDATE jobs SET updated = ? WHERE id = ?", (self._clock(), job))
-        return find_job(db, job)
 
 
 def _insert(db: sqlite3.Connection, job: str, spec: JobSpec, at: float, cause: str, **more: object) -> None:

@@ -84,6 +84,6 @@ async def test_class_and_weight_are_changed_wherever_a_job_is(tmp_path):
         service.fakes["first"].go()
         await service.comes(new.id, RUNNING)
         await service.comes(first.id, FINISHED)
-        with pytest.raises(JobStateError, match="cannot change its priority class or weight"):
+        with pytest.raises(JobStateError, match="cannot change its schedule, priority class or weight"):
             await control.amend(first.id, weight=2)
         assert (await control.amend(first.id, tags=["done"])).spec.tags == ("done",)

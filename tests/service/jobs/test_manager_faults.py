@@ -218,7 +218,7 @@ async def test_a_request_that_the_store_does_not_take_changes_nothing(tmp_path, 
 
         with monkeypatch.context() as patched:
             patched.setattr(service.store, "ask", failing)
-            patched.setattr(service.store, "change_schedule", failing)
+            patched.setattr(service.store, "amend", failing)
             for asking in (service.control.pause(job.id, "a"), service.control.cancel(job.id, "a")):
                 with pytest.raises(StoreError):
                     await asking

@@ -142,10 +142,10 @@ class StoreMachine(RuleBasedStateMachine):
         if old.state not in FINAL_STATES:
             document = {**old.spec.document, "pipeline": {**old.spec.table("pipeline"), "schedule": schedule}}
             self.jobs[job] = replace(old, spec=replace(old.spec, document=document), updated=self.now)
-            assert self.runner.run(self.store.change_schedule(job, schedule)) == self.jobs[job]
+            assert self.runner.run(self.store.amend(job, schedule=schedule)) == self.jobs[job]
         else:
             with pytest.raises(JobStateError):
-                self.runner.run(self.store.change_schedule(job, schedule))
+                self.runner.run(self.store.amend(job, schedule=schedule))
 
     @rule(recovers=st.booleans())
     def reopen(self, recovers: bool) -> None:
