@@ -15,11 +15,7 @@ __all__ = ["Histogram", "Totals", "bucket_of"]
 
 def bucket_of(values: NDArray[np.float64], exponents: range) -> NDArray[np.intp]:
     """For each value the first bucket whose upper bound is not below it; the last bucket has no bound."""
-    # frexp gives value = mantissa * 2**exponent with 0.5 <= mantissa < 1. A power of two has the mantissa 0.5 and
-    # belongs to the bucket that it bounds. Values below the first bound, 0 included, are in the first bucket.
-    mantissas, powers = np.frexp(np.maximum(values, 2.0 ** exponents[0]))
-    buckets: NDArray[np.intp] = np.minimum(powers - (mantissas == 0.5) - exponents[0], len(exponents)).astype(np.intp)
-    return buckets
+    return np.searchsorted(2.0 ** np.array(exponents), values)
 
 
 class Histogram:
