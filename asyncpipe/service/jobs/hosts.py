@@ -126,6 +126,7 @@ class Hosts:
         workers = self._pool.workers
         if workers is None:
             return []
+        jobs_in = self._jobs_in()
 
         async def look() -> list[WorkerStatus]:
             # On the pool's loop, where they come and go.
@@ -147,14 +148,12 @@ class Hosts:
                         heartbeat_seconds=_finite(age),
                         round_trip_seconds=_finite(trip),
                         devices=tuple(named.get(name, [name])),
-                        jobs=(),
+                        jobs=tuple(job for job, used in jobs_in.items() if name in used),
                     )
                 )
             return found
 
-        statuses = await self._pool.run(look())
-        jobs_in = self._jobs_in()
-        return [_with_jobs(self._as_told(each), jobs_in) for each in statuses]
+        return [self._as_told(each) for each in await self._pool.run(look())]
 
     def _as_told(self, status: WorkerStatus) -> WorkerStatus:
         """``status`` with what a job's process tells of its own; of several, the first."""
@@ -186,7 +185,3 @@ class Hosts:
 
 def _finite(seconds: float | None) -> float | None:
     return seconds if seconds is not None and isfinite(seconds) else None
-
-
-def _with_jobs(status: WorkerStatus, jobs_in: Mapping[str, Sequence[str]]) -> WorkerStatus:
-    return replace(status, jobs=tuple(job for job, workers in jobs_in.items() if status.name in workers))

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,19 +187,9 @@ def tidy_folders(jobs: Path, known: Collection[str]) -> None:
     """End what was begun with folders in ``jobs`` when the last process was killed; ``known`` are the store's jobs."""
     if not jobs.is_dir():
         return
-    for path in _ending_with(jobs, DELETED):
-        job = path.name.removesuffix(DELETED)
+    for path in [jobs / name for name in os.listdir(jobs) if name.endswith((DELETED, FORKING))]:
+        job = path.name.removesuffix(DELETED).removesuffix(FORKING)
         if job in known and not (jobs / job).exists():
-            path.rename(jobs / job)  # It was not deleted, since the store still has it.
+            path.rename(jobs / job)  # The store knows it: it was not deleted, or it was copied.
         else:
             shutil.rmtree(path, ignore_errors=True)
-    for path in _ending_with(jobs, FORKING):
-        job = path.name.removesuffix(FORKING)
-        if job in known and not (jobs / job).exists():
-            path.rename(jobs / job)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _ending_with(jobs: Path, end: str) -> Iterable[Path]:
-    return [jobs / name for name in os.listdir(jobs) if name.endswith(end)]

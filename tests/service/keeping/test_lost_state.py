@@ -23,7 +23,7 @@ JOB = submission(snapshots={"every": 2})
 @asynccontextmanager
 async def service(folder: Path, **changed: object) -> AsyncIterator[tuple[TrainingService, Fakes]]:
     fakes = Fakes()
-    settings = make_settings(folder, **{"loop": "running", "max_running": 1, **changed})
+    settings = make_settings(folder, **{"max_running": 1, **changed})
     async with TrainingService(settings, entries=Entries({ENTRY: mlp}), make_trainer=fakes) as opened:
         yield opened, fakes
 
