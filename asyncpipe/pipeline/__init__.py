@@ -8,6 +8,7 @@ Start with ``pipeline.py``, then follow a step:
 ``step_inputs.py``                    a mini-batch, checked and cut
 ``feeding.py``                        mini-batches that the pipeline's feed makes
 ``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step
+``steps.py``                          one step, or many that overlap, for callers that await and that block
 ``call.py``, ``call_backward.py``     ``y = pipe(x)``, whose loss and backward are the caller's
 ``result.py``                         what a step returns
 ``sync.py``                           the same without ``await``

@@ -40,6 +40,7 @@ from asyncpipe.pipeline.step_inputs import NO_TARGET, differing, loss_weights, t
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.inline import run_inline
 from asyncpipe.runtime.task_threads import inside_task
+from asyncpipe.runtime.waits import Waiting, drive_blocking
 
 __all__ = ["PreparedCall", "call"]
 
@@ -48,12 +49,18 @@ def call(parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> Any:
     """The model's output for ``arguments``; blocks. ``Pipeline.__call__`` says the rest."""
     if inside_task():
         return _call_inside_task(parts, tenancy, arguments)
+    return drive_blocking(_called(parts, tenancy, arguments))
+
+
+def _called(parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> Waiting[Any]:
     tenancy.check_caller(blocking=True)
-    with tenancy.blocking_turn:
+    yield from tenancy.turn.acquired(nested=True)
+    try:
         tenancy.check()
         parts.check_between_steps()
-        tenancy.portal()  # Raises if there is none.
-        return PreparedCall(parts, tenancy, arguments).run_blocking()
+        return (yield from PreparedCall(parts, tenancy, arguments).run())
+    finally:
+        tenancy.turn.release()
 
 
 def _call_inside_task(parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> Any:

@@ -74,9 +74,7 @@ class RecordedCall:
         binder = Binder(self.graph, self.plan, self.tensors, self.parts.resources, self.context)
         if inside_task():
             return _InlineBackward(self.graph, binder)
-        return self.tenancy.portal().submit(
-            self.tenancy.step(self.graph, binder.bind, binder.around, binder.notes, gates)
-        )
+        return self.tenancy.pool.submit(self.tenancy.step(self.graph, binder.bind, binder.around, binder.notes, gates))
 
     def abandon(self, execution: PortalCall[Execution] | _InlineBackward, thread: int | None) -> None:
         """End a backward whose result nobody will take, and undo what it did once its tasks have ended.
@@ -329,7 +327,7 @@ class _BackwardPass:
         self._closed_gates.difference_update(microbatches)
         if isinstance(self._execution, _InlineBackward):
             return
-        if tenancy.portal().loop.is_closed():
+        if tenancy.pool.portal.loop.is_closed():
             raise PipelineClosedError(_CLOSED)
         self._gates.open(microbatches)
 
@@ -341,7 +339,7 @@ class _BackwardPass:
         except RuntimeError as error:
             if execution is not None and is_device_error(error):
                 # One of the kernels failed after it was queued: the error of its task says which.
-                self._forward.tenancy.portal().call(execution.completed())
+                self._forward.tenancy.pool.call(execution.completed())
             raise
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from asyncpipe.errors import BatchError, OptionError
@@ -15,15 +17,29 @@ from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, CutInputs, StepInputs, StepOptions
+from asyncpipe.runtime.waits import Waiting
 
 __all__ = ["Feeding"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A mini-batch that this process makes: in a thread, for a coroutine, or on the thread that waits for it."""
+
+    make: Callable[[], CutInputs]
+
+    async def awaited(self) -> CutInputs:
+        return await asyncio.to_thread(self.make)
+
+    def wait(self) -> CutInputs:
+        return self.make()
 
 
 class Feeding:
     """Prepares steps, with what the caller gives them or with what the feed makes. Steps are done in their order."""
 
     def __init__(self, parts: PipelineParts, tenancy: Tenancy) -> None:
-        self._parts = parts
+        self.parts = parts
         self._tenancy = tenancy
         self._next = 0
         self._begun = 0
@@ -40,8 +56,8 @@ class Feeding:
             raise OptionError(f"feed_step must be an integer of at least 0, got {number!r}")
         self._next = number
 
-    async def prepare(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
-        """A step whose mini-batch is checked and cut, from a coroutine. Waits for the feed.
+    def prepare(self, x: Any, target: Any, options: StepOptions) -> Waiting[PreparedStep | RemoteStep]:
+        """A step whose mini-batch is checked and cut. Waits for the feed.
 
         Raises ``BatchError`` or ``OptionError``, and what the feed's function raises; then nothing has changed.
         """
@@ -49,33 +65,26 @@ class Feeding:
             return self._prepared(x, target, options)
         feed, number = self._begin(target)
         # Drawn before the feed is waited for: who draws from the same generator goes on meanwhile.
-        options = replace(options, seed=draw_step_seed(self._parts.options.generator))
+        options = replace(options, seed=draw_step_seed(self.parts.options.generator))
         if (stages := self._stages) is not None:
-            return self._prepare_made(x, await self._tenancy.pool.run(stages.fed(number)), options)
-        return self._prepare_made(x, await asyncio.to_thread(self._cut, feed, number), options)
-
-    def prepare_blocking(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
-        """As ``prepare``, on a thread that may block."""
-        if not isinstance(x, FromFeed):
-            return self._prepared(x, target, options)
-        feed, number = self._begin(target)
-        if (stages := self._stages) is not None:
-            return self._prepare_made(x, self._tenancy.pool.call(stages.fed(number)), options)
-        return self._prepare_made(x, self._cut(feed, number), options)
+            made = yield from self._tenancy.pool.on_loop(stages.fed(number))
+        else:
+            made = yield _Made(partial(self._cut, feed, number))
+        return self._prepare_made(x, made, options)
 
     def _prepared(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
-        inputs = StepInputs.prepare(self._parts, x, target, options)
+        inputs = StepInputs.prepare(self.parts, x, target, options)
         if (stages := self._stages) is not None:
             return RemoteStep(inputs, self._tenancy, stages)
         return PreparedStep(inputs, self._tenancy)
 
     def _cut(self, feed: Feed, number: int) -> CutInputs:
-        return CutInputs.of(self._parts, *feed.batch(number), has_loss=True)
+        return CutInputs.of(self.parts, *feed.batch(number), has_loss=True)
 
     def _prepare_made(self, x: FromFeed, made: CutInputs, options: StepOptions) -> PreparedStep | RemoteStep:
         if len(x) not in (0, sum(made.sizes)):
             raise BatchError(
-                f"{self._parts.options.feed} makes a mini-batch of {sum(made.sizes)} samples, where {len(x)} are wanted"
+                f"{self.parts.options.feed} makes a mini-batch of {sum(made.sizes)} samples, where {len(x)} are wanted"
             )
         return self._prepared(made, NO_TARGET, replace(options, is_fed=True))
 
@@ -96,7 +105,7 @@ class Feeding:
         return stages
 
     def _begin(self, target: Any) -> tuple[Feed, int]:
-        feed = self._parts.options.feed
+        feed = self.parts.options.feed
         if not isinstance(feed, Feed):
             raise OptionError("a step without a mini-batch needs a feed: give step(x, target), or the pipeline a feed=")
         if not (target is NO_TARGET or isinstance(target, FromFeed)):

@@ -38,10 +38,11 @@ from asyncpipe.pipeline.profiling import resolve_auto
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
-from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, run_steps
+from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, one_step, run_steps
 from asyncpipe.pipeline.sync import SyncPipeline
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.step_driver import Tenant
+from asyncpipe.runtime.waits import drive
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -121,19 +122,8 @@ class Pipeline(ModelProxy):
         Raises ``BatchError`` or ``OptionError`` before anything runs, ``TaskError`` if a task fails. After an
         error or a cancellation the gradients are what they were before, and another step may follow.
         """
-        self._tenancy.check_caller(blocking=False)
-        async with self._tenancy.turn:
-            self._tenancy.check()
-            self._parts.check_between_steps()
-            step = StepOptions(return_outputs, update, scaler, learning_rate)
-            try:
-                prepared = await self._feeding.prepare(x, target, step)
-                result = await prepared.run()
-            except BaseException:
-                self._feeding.back()
-                raise
-            self._feeding.done(prepared)
-            return result
+        step = StepOptions(return_outputs, update, scaler, learning_rate)
+        return await drive(one_step(self._tenancy, self._feeding, x, target, step, blocking=False))
 
     def steps(
         self,
@@ -192,9 +182,9 @@ class Pipeline(ModelProxy):
         Forward, recompute, backward and copies are tasks as in ``step``; the backward graph runs while the autograd
         engine is in the caller's ``backward``. Gradients flow on to inputs that require them. ``torch.no_grad``,
         ``inference_mode``, autocast and ``eval()`` do what they do to the model itself; nothing is recomputed in
-        evaluation mode. Blocks the calling thread, so the pipeline needs a loop of its own: ``sync()``, or
-        ``loop="own"``. If the only argument is ``Microbatches``, the output is a list with one entry for each. Outputs
-        without dimensions are stacked, but a ``loss`` is one number, weighted as in ``step``.
+        evaluation mode. Blocks the calling thread. If the only argument is ``Microbatches``, the output is a list with
+        one entry for each. Outputs without dimensions are stacked, but a ``loss`` is one number, weighted as in
+        ``step``.
 
         Raises ``BatchError`` before anything runs and ``TaskError`` if a task fails, here or from ``backward``; then
         the gradients are what they were before. ``BackwardError`` says what autograd cannot do here: a second
@@ -237,7 +227,7 @@ class Pipeline(ModelProxy):
             self.ask_workers(self._remote.change_schedule)
 
     def change_share(self, share: Share) -> None:
-        """Have ``share`` of the pool's devices from the next step on. From the loop of the pool.
+        """Have ``share`` of the pool's devices from the next step on.
 
         Raises ``OptionError`` for the share of another job, and where the stages are in workers, which keep theirs.
         """
@@ -259,7 +249,7 @@ class Pipeline(ModelProxy):
     # Opening and closing
 
     async def __aenter__(self) -> Pipeline:
-        await self._tenancy.open()
+        await drive(self._tenancy.opened())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -270,7 +260,7 @@ class Pipeline(ModelProxy):
 
         A step that begins meanwhile, or a backward of an output, raises ``PipelineClosedError``.
         """
-        await self._tenancy.aclose()
+        await drive(self._tenancy.closed())
 
     def sync(self) -> SyncPipeline:
         """The same pipeline for callers without ``await``; it also works where a loop already runs."""

@@ -4,17 +4,19 @@ A pipeline without ``pool=`` has a pool of its own. Pipelines on one pool train 
 one scheduler, which gives each its share (``core/policies/share.py``)::
 
     Pipeline ── Tenancy ──┐
-    Pipeline ── Tenancy ──┼──▶ DevicePool ──▶ Driver ──▶ a thread per device
+    Pipeline ── Tenancy ──┼──▶ DevicePool ──▶ Driver, on a loop in a thread ──▶ a thread per device
     Pipeline ── Tenancy ──┘
+
+The scheduler's loop is the pool's own, so a caller that blocks its own loop delays no task, and callers may use any
+loop, or none. What both kinds of callers do is written once, as a generator (``runtime/waits.py``).
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -34,14 +36,17 @@ from asyncpipe.runtime.device_thread import hold_up
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates
 from asyncpipe.runtime.executor import Executor, TaskFunction
+from asyncpipe.runtime.line import Line
 from asyncpipe.runtime.parts_driver import PartsDriver
-from asyncpipe.runtime.portal import EXIT_SECONDS, Portal
+from asyncpipe.runtime.portal import EXIT_SECONDS, Portal, PortalCall, whole
 from asyncpipe.runtime.process import Process
-from asyncpipe.runtime.started_step import Line, StartedHere, StartedInThread, StartedStep
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.task_threads import call_as_task, inside_task
 from asyncpipe.runtime.thread_executor import ThreadExecutor
+from asyncpipe.runtime.turn import Turn
+from asyncpipe.runtime.waits import Waiting, drive, drive_blocking
+from asyncpipe.runtime.watchdog import Watchdog
 
 __all__ = ["DevicePool", "StagesElsewhere", "Tenancy"]
 
@@ -53,9 +58,10 @@ on_hold_up(hold_up)
 class DevicePool:
     """Devices for any number of pipelines: ``async with DevicePool() as pool``, then ``Pipeline(..., pool=pool)``.
 
-    Takes the fields of ``PoolOptions`` as keyword arguments. A device gets its executor when the first pipeline that
-    names it opens, and keeps it until the pool is closed. A pool opens once. No thread is left, whichever way it ends:
-    closed, garbage collected without being closed, or at the interpreter's exit.
+    ``with`` opens it for callers that block. It takes the fields of ``PoolOptions`` as keyword arguments. A device gets
+    its executor when the first pipeline that names it opens, and keeps it until the pool is closed. A pool opens once.
+    No thread is left, whichever way it ends: closed, garbage collected without being closed, or at the interpreter's
+    exit.
 
     On accelerators, callers that share a stream, as all do that never set one, wait for one another's steps, and for a
     kernel of another that hangs. Give each caller streams of its own: ``asyncpipe.CallerStreams``. The service and
@@ -73,8 +79,8 @@ class DevicePool:
             if self.workers is None
             else self.workers.driver
         )
-        self.portal: Portal | None = None
-        """The thread of the driver's loop, if the pool has a loop of its own."""
+        self._portal: Portal | None = None
+        """The thread of the driver's loop; in a worker process the driver has the loop of the process instead."""
         self._options = options
         self._board: TaskBoard | None = None
         self._intra_op = IntraOpThreads(options.intra_op_threads)
@@ -89,11 +95,22 @@ class DevicePool:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    def __enter__(self) -> DevicePool:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        drive_blocking(self.closed())
+
     async def aclose(self) -> None:
         """Refuse new steps, wait for running ones, then end every thread. May be called again."""
+        await drive(self.closed())
+
+    def closed(self) -> Waiting[None]:
+        """As ``aclose``, for both kinds of callers."""
         if self.is_open:
             self.check_closing()
-            await self.run(self.drain())
+            yield from self.on_loop(self.drain())
             self.end_threads()
 
     async def drain(self) -> None:
@@ -142,33 +159,62 @@ class DevicePool:
         # The threads of a ThreadExecutor are marked once. Any other executor may run tasks anywhere.
         return bind if self._options.executors is None else partial(_bind_marked, bind)
 
-    def open(self, *, in_thread: bool = False, board: TaskBoard | None = None) -> None:
-        """Start to drive steps on the running loop, or with ``in_thread`` or ``loop="own"`` on one in a thread.
+    def open(self) -> None:
+        """Start a loop in a thread, and drive steps there. Blocks for a moment."""
+        self._check_new()
+        self._portal = Portal()
+        try:
+            self._portal.call(self._start())
+        except BaseException:
+            self._portal.close()
+            raise
 
-        ``board`` shows to another process what the devices run.
+    def open_here(self, board: TaskBoard | None) -> None:
+        """Drive steps on the running loop, in a worker process, of which nobody else uses the loop.
+
+        ``board`` shows to the controller what the devices run.
         """
+        self._check_new()
+        self._board = board
+        self._open_driver()
+
+    def _check_new(self) -> None:
         if self._finalizer is not None:
             raise PipelineClosedError("a device pool opens once; make a new one")
         self.process = Process()
-        self._board = board
-        if self._options.loop == "own" or in_thread or self.workers is not None:
-            self.portal = Portal()
-            try:
-                self.portal.call(self._start())
-            except BaseException:
-                self.portal.close()
-                raise
-        else:
-            self._open_driver()
+
+    @property
+    def portal(self) -> Portal:
+        """The thread of the driver's loop."""
+        assert self._portal is not None
+        return self._portal
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
+        """Run ``coroutine`` on the driver's loop; to be waited for later."""
+        return self.portal.submit(coroutine)
+
+    def on_loop(self, coroutine: Coroutine[Any, Any, _T]) -> Waiting[_T]:
+        """Run ``coroutine`` on the driver's loop, and wait for its end, for both kinds of callers."""
+        if self._portal is None:
+            return (yield _Here(coroutine))  # type: ignore[no-any-return]
+        return (yield from whole(self._portal.submit(coroutine)))
 
     async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run ``coroutine`` on the driver's loop, from a coroutine of any loop."""
-        return await (self.portal.run(coroutine) if self.portal is not None else coroutine)
+        return await drive(self.on_loop(coroutine))
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``coroutine`` on the driver's loop, which is in a thread, and block until it has ended."""
-        assert self.portal is not None
+        """Run ``coroutine`` on the driver's loop, and block until it has ended."""
         return self.portal.call(coroutine)
+
+    @asynccontextmanager
+    async def watched(self, watchdog: Watchdog) -> AsyncIterator[None]:
+        """Have ``watchdog``, of this pool's driver, watch it on its loop during the block."""
+        await self.run(watchdog.__aenter__())
+        try:
+            yield
+        finally:
+            await self.run(watchdog.__aexit__())
 
     @property
     def threads(self) -> Driver:
@@ -193,8 +239,8 @@ class DevicePool:
             self._finalizer()
             if self.workers is None:
                 self.threads.join()
-            if self.portal is not None:
-                self.portal.join()
+            if self._portal is not None:
+                self._portal.join()
 
     async def _start(self) -> None:
         self._open_driver()
@@ -204,7 +250,7 @@ class DevicePool:
             self.threads.open()
         replace_torch_random()
         # Runs when the pool is closed, or garbage collected without being closed, or when the interpreter exits.
-        ending = weakref.finalize(self, _end_threads, self.process, self.driver, self.workers, self.portal)
+        ending = weakref.finalize(self, _end_threads, self.process, self.driver, self.workers, self._portal)
         self._finalizer = ending
         # Only there may threads be waited for: the garbage collector runs anywhere, also on one of them.
         if isinstance(self.driver, Driver):
@@ -268,6 +314,19 @@ def _begin_behind(
     return driver.start(graph, bind, notes, around=around, tenant=tenant, after=after)
 
 
+class _Here:
+    """A coroutine that is awaited where it is waited for."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, _T]) -> None:
+        self._coroutine = coroutine
+
+    async def awaited(self) -> Any:
+        return await self._coroutine
+
+    def wait(self) -> Any:
+        raise AssertionError("a thread cannot block for its own loop")
+
+
 class StagesElsewhere(Protocol):
     """The stages of a pipeline that live in workers. Used on the driver's loop."""
 
@@ -294,10 +353,8 @@ class Tenancy:
         self.pool = pool
         """What runs the steps."""
         self.tenant = tenant
-        self.turn = asyncio.Lock()
-        """Held during a step that a coroutine awaits: steps of one pipeline run one after the other."""
-        self.blocking_turn = threading.RLock()
-        """The same for steps for which a thread blocks. Hooks at the end of one may call the pipeline there."""
+        self.turn = Turn()
+        """Held by who makes a step: steps of one pipeline run one after the other."""
         self.stages = stages
         self._devices = devices
         self._own = own
@@ -342,45 +399,29 @@ class Tenancy:
                 "a step inside a stage, a loss or a hook would wait for devices that may wait for it; call the "
                 "pipeline there, pipe(x), which runs on the task's own thread, or make the step outside of this one"
             )
-        if blocking and self.pool.portal is not None:
+        if blocking and self.is_up:
             self.pool.portal.check_thread()
 
-    def portal(self) -> Portal:
-        """The thread of the loop, for a caller that blocks; ``PipelineClosedError`` if the loop is the caller's own."""
-        if self.pool.portal is None:
-            raise PipelineClosedError(
-                "pipe(x) blocks its thread, which drives this pipeline's loop; open it with 'with pipe.sync()', or "
-                "give it loop='own', or use 'await pipe.step(x, target)'"
-            )
-        return self.pool.portal
-
-    async def open(self) -> None:
-        """Start the threads that are missing, and drive steps on the running loop or on the pool's own."""
-        self._open_pool(in_thread=False)
+    def opened(self) -> Waiting[None]:
+        """Start the threads that are missing, or send stages to workers; for both kinds of callers."""
+        if self._opened:
+            raise PipelineClosedError("a pipeline opens once; make a new one")
+        self._opened = True
+        if self._own:
+            self.pool.open()
+        else:
+            self.pool.check()
         try:
-            await self.pool.run(self._admit())
+            yield from self.pool.on_loop(self._admit())
         except BaseException:
             if self._own:
-                await self.pool.aclose()
-            raise
-
-    def open_in_thread(self) -> None:
-        """As ``open``, with the loop in a thread; blocks."""
-        self._open_pool(in_thread=True)
-        if self.pool.portal is None:
-            raise PipelineClosedError("sync() blocks its thread, which drives this pool's loop; give it loop='own'")
-        try:
-            self.pool.call(self._admit())
-        except BaseException:
-            if self._own:
-                self.pool.call(self.pool.drain())
-                self.pool.end_threads()
+                yield from self.pool.closed()
             raise
 
     def step(
         self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, gates: Gates | None = None
     ) -> Coroutine[Any, Any, Execution]:
-        """One step of the pipeline, as ``Driver.run``, for ``DevicePool.run`` or ``call``."""
+        """One step of the pipeline, as ``Driver.run``, on the driver's loop."""
         # Not a coroutine method: its frame would keep the pool alive in the traceback of a step that fails.
         return self.pool.threads.run(graph, self.pool.bind(bind), notes, around=around, gates=gates, tenant=self.tenant)
 
@@ -391,26 +432,17 @@ class Tenancy:
 
     def start(
         self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, line: Line[Execution]
-    ) -> StartedStep[Execution]:
+    ) -> PortalCall[Execution]:
         """Begin one step of the pipeline, behind the last one of ``line``. Called on the caller's thread."""
         driver = self.pool.threads
         begin = partial(_begin_behind, driver, graph, self.pool.bind(bind), notes, around=around, tenant=self.tenant)
-        if self.pool.portal is None:
-            return StartedHere(driver, line, begin)
-        return StartedInThread(driver, self.pool.portal, line, begin)
+        return line.submit(self.pool.portal, driver, begin)
 
-    async def aclose(self) -> None:
+    def closed(self) -> Waiting[None]:
         """Refuse new steps, wait for running ones, then end the threads that are its own. May be called again."""
         if self.is_up:
             self.pool.check_closing()
-            await self.pool.run(self._drain())
-            self._shut()
-
-    def close(self) -> None:
-        """As ``aclose``, for one that was opened in a thread; blocks."""
-        if self.is_up:
-            self.pool.check_closing()
-            self.pool.call(self._drain())
+            yield from self.pool.on_loop(self._drain())
             self._shut()
 
     async def _drain(self) -> None:
@@ -419,15 +451,6 @@ class Tenancy:
             await self.stages.unload()
         if self._own:
             await self.pool.drain()
-
-    def _open_pool(self, *, in_thread: bool) -> None:
-        if self._opened:
-            raise PipelineClosedError("a pipeline opens once; make a new one")
-        self._opened = True
-        if self._own:
-            self.pool.open(in_thread=in_thread)
-        else:
-            self.pool.check()
 
     async def _admit(self) -> None:
         await self.pool.admit(self._devices)

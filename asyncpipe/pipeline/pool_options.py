@@ -32,9 +32,6 @@ _Made = TypeVar("_Made")
 class PoolOptions:
     """How a device pool runs tasks. Raises ``OptionError`` for a value that is not allowed."""
 
-    loop: Literal["running", "own"] = field(default="running", metadata={CONTROLLERS_ONLY: True})
-    """``"running"`` drives steps on the event loop that opens the pool. ``"own"`` drives them on a loop in a separate
-    thread, which a caller that blocks its own loop cannot delay."""
     in_flight: int = 16
     """How many tasks per lane may be issued to the device and not completed yet. Where jobs with names share
     the lane, of each job. The scheduler checks it."""
@@ -47,7 +44,7 @@ class PoolOptions:
     """Where the devices' threads are: ``"threads"`` of this process, or worker ``"processes"`` of this machine, one for
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
     ``"ray"`` and ``"torchrun"`` are ``RayWorkers()`` and ``TorchrunWorkers()``, and any launcher (``Launcher``) may be
-    given. With workers the loop is always the pool's own."""
+    given."""
     transport: Literal["shared_memory", "connection", "nccl"] = field(
         default="shared_memory", metadata={CONTROLLERS_ONLY: True}
     )
@@ -64,7 +61,6 @@ class PoolOptions:
     """Makes the executor of a device from the device's name; by default a thread (see also ``asyncpipe.testing``)."""
 
     def __post_init__(self) -> None:
-        check_choice("loop", self.loop, ("running", "own"))
         check_positive("intra_op_threads", self.intra_op_threads)
         if not isinstance(self.workers, Mapping):
             self._check_workers()

@@ -53,6 +53,7 @@ from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepInputs, StepOptions
 from asyncpipe.runtime.step_driver import Tenant
+from asyncpipe.runtime.waits import drive_blocking
 
 __all__ = ["Measuring", "SampleBatch", "choose", "measure", "resolve_auto"]
 
@@ -318,7 +319,7 @@ class _MeasuredPipeline:
     ) -> None:
         self._sample = sample
         self._recorder = ByteRecorder()
-        pool = DevicePool(loop="own", intra_op_threads=intra_op_threads)
+        pool = DevicePool(intra_op_threads=intra_op_threads)
         self._tenancy = Tenancy(pool, devices, Tenant(), own=True)
         own = deepcopy(model.joined(balance)) if isinstance(model, StagedModel) else copied(as_sequential(model))
         whole: nn.Module = own.module if isinstance(own, StagedModel) else own
@@ -346,11 +347,11 @@ class _MeasuredPipeline:
         }
 
     def __enter__(self) -> _MeasuredPipeline:
-        self._tenancy.open_in_thread()
+        drive_blocking(self._tenancy.opened())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tenancy.close()
+        drive_blocking(self._tenancy.closed())
 
     def step(self, microbatches: int, variant: StepVariant) -> MeasuredStep:
         """Run one training step, which begins and ends without gradients."""
@@ -360,7 +361,7 @@ class _MeasuredPipeline:
         step = StepOptions(return_outputs=False)
         begun = perf_counter()
         inputs = StepInputs.prepare(parts, self._sample.x, self._sample.target, step)
-        result = PreparedStep(inputs, self._tenancy).run_blocking().wait()
+        result = drive_blocking(PreparedStep(inputs, self._tenancy).run()).wait()
         seconds = perf_counter() - begun
         for parameter in parts.module.parameters():
             parameter.grad = None

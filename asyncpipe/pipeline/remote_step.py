@@ -15,8 +15,10 @@ from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_stages import PreparedWork, RemoteStages
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import StepInputs
+from asyncpipe.runtime.line import Line
 from asyncpipe.runtime.parts_execution import PartsExecution
-from asyncpipe.runtime.started_step import Line, StartedInThread, StartedStep
+from asyncpipe.runtime.portal import PortalCall
+from asyncpipe.runtime.waits import Waiting
 
 __all__ = ["RemoteStep"]
 
@@ -51,15 +53,10 @@ class RemoteStep:
         """Whether the pipeline's feed has made its mini-batch."""
         return self._inputs.options.is_fed
 
-    async def run(self) -> StepResult:
-        """Run it, from a coroutine of any loop."""
+    def run(self) -> Waiting[StepResult]:
+        """Run it, for both kinds of callers."""
         with self._settled():
-            return await self._tenancy.pool.run(self._run(self._work(overlaps=False)))
-
-    def run_blocking(self) -> StepResult:
-        """Run it, and block until it is over."""
-        with self._settled():
-            return self._tenancy.pool.call(self._run(self._work(overlaps=False)))
+            return (yield from self._tenancy.pool.on_loop(self._run(self._work(overlaps=False))))
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
@@ -81,11 +78,10 @@ class RemoteStep:
         """Whether it may be under way together with others."""
         return why_alone(self._inputs.parts, self._tenancy, self._graph, training=self.training) is None
 
-    def start(self, line: Line[PartsExecution]) -> StartedStep[PartsExecution]:
+    def start(self, line: Line[PartsExecution]) -> PortalCall[PartsExecution]:
         """Begin it behind the last step of ``line``; then ``finish`` or ``drop`` it."""
-        portal = self._tenancy.pool.portal
-        assert portal is not None
-        return StartedInThread(self._stages.driver, portal, line, partial(self._begin, self._work(overlaps=True)))
+        begin = partial(self._begin, self._work(overlaps=True))
+        return line.submit(self._tenancy.pool.portal, self._stages.driver, begin)
 
     def _begin(self, work: PreparedWork, after: PartsExecution | None) -> PartsExecution:
         self._execution = self._stages.start(self._graph, work, after)

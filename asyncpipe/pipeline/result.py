@@ -32,7 +32,7 @@ class StepResult:
         losses: tuple[Tensor, ...],
         outputs: Any,
         execution: UnderWay,
-        portal: Portal | None,
+        portal: Portal,
         gradient_norms: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         self.loss = loss
@@ -64,16 +64,13 @@ class StepResult:
         if self._execution.done.done():
             self._raise_for_end()
         else:
-            waiting = self._execution.completed()
-            await (self._portal.run(waiting) if self._portal is not None else waiting)
+            await self._portal.run(self._execution.completed())
         return self
 
     def wait(self) -> StepResult:
-        """As ``completed``, blocking the calling thread; for ``sync()`` and for ``loop="own"``."""
+        """As ``completed``, blocking the calling thread."""
         if self._execution.done.done():
             self._raise_for_end()
-        elif self._portal is None:
-            raise AsyncpipeError("wait() would block the pipeline's own loop; use 'await result.completed()'")
         else:
             self._portal.call(self._execution.completed())
         return self

@@ -14,7 +14,6 @@ import torch
 
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.ops.autograd.caller_context import CallerContext
-from asyncpipe.ops.autograd.random_streams import turns_paused
 from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder, normalize
@@ -27,7 +26,9 @@ from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import StepInputs
 from asyncpipe.runtime.execution import Execution
-from asyncpipe.runtime.started_step import Line, StartedStep
+from asyncpipe.runtime.line import Line
+from asyncpipe.runtime.portal import PortalCall
+from asyncpipe.runtime.waits import Waiting
 
 __all__ = ["PreparedStep", "StepProtocol"]
 
@@ -38,7 +39,7 @@ class StepProtocol(ABC, Generic[_Result]):
     """How every step runs: begin, run its graph, then finish or, after any exception, abandon.
 
     A subclass prepares the step in its constructor: it checks and cuts the mini-batch, and changes nothing yet.
-    ``run`` or ``run_blocking`` is then called once.
+    ``run`` is then called once.
     """
 
     def __init__(
@@ -61,28 +62,16 @@ class StepProtocol(ABC, Generic[_Result]):
         self._fence = Fence(parts.resources.streams.values(), tensors.given())
         self._binder = Binder(graph, plan, tensors, parts.resources, context, crossings)
 
-    async def run(self) -> _Result:
-        """Run the step on the pipeline's loop, from a coroutine of any loop."""
+    def run(self) -> Waiting[_Result]:
+        """Run the step on the pool's loop, for both kinds of callers."""
         with self._begun():
-            execution = await self.tenancy.pool.run(self._execution())
+            execution = yield from self.tenancy.pool.on_loop(self._execution())
             try:
                 return self._finish(execution)
             except RuntimeError as error:
                 if is_device_error(error):
                     # One of the step's kernels failed after it was queued: the error of its task says which.
-                    await self.tenancy.pool.run(execution.completed())
-                raise
-
-    def run_blocking(self) -> _Result:
-        """Run the step on the pipeline's loop, which is in a thread of its own, and block until it is issued."""
-        with self._begun():
-            with turns_paused():
-                execution = self.tenancy.pool.call(self._execution())
-            try:
-                return self._finish(execution)
-            except RuntimeError as error:
-                if is_device_error(error):
-                    self.tenancy.pool.call(execution.completed())  # As above.
+                    yield from self.tenancy.pool.on_loop(execution.completed())
                 raise
 
     @contextmanager
@@ -130,17 +119,18 @@ class PreparedStep(StepProtocol[StepResult]):
         # Without the mini-batch: each micro-batch is dropped when its last reader has taken it.
         self._inputs = inputs.emptied()
         self._has_set_gradients_aside = False
-        self._is_started = False
+        self._run_has_gradients = False
+        """Whether a run of overlapping steps sets the gradients aside, and restores them."""
         tensors = tensors or StepTensors.of(inputs.takes, inputs.targets)
         super().__init__(inputs.parts, tenancy, graph or inputs.graph, inputs.plan, tensors, inputs.context, crossings)
 
     def _begin(self) -> None:
         resources = self.parts.resources
-        if self.training and not self._is_started:
+        if self.training and not self._run_has_gradients:
             resources.guard.enter(self, self)
         resources.ties.refresh()
         self._tensors.caller_ready = self._fence.begin()
-        if self.training and not self._is_started:
+        if self.training and not self._run_has_gradients:
             self._has_set_gradients_aside = True
             resources.guard.begin(self.parts.module.parameters())
 
@@ -152,7 +142,7 @@ class PreparedStep(StepProtocol[StepResult]):
         with torch.no_grad():
             loss = self._inputs.mean_loss(losses, self._tensors)
             gathered = self._inputs.gather(outputs)
-            if self.training and not self._is_started:
+            if self.training and not self._run_has_gradients:
                 self._commit_gradients()
         self.parts.commit_statistics()
         self._tensors.close()
@@ -183,9 +173,9 @@ class PreparedStep(StepProtocol[StepResult]):
         alone = why_alone(self.parts, self.tenancy, self._graph, training=self.training)
         return alone is None and not (self.training and self._inputs.options.scaler is not None)
 
-    def start(self, line: Line[Execution]) -> StartedStep[Execution]:
+    def start(self, line: Line[Execution]) -> PortalCall[Execution]:
         """Begin it behind the last step of ``line``; then ``finish`` or ``drop`` it."""
-        self._is_started = True
+        self._run_has_gradients = True
         with self._begun():
             return self.tenancy.start(self._graph, self._binder.bind, self._binder.around, self._binder.notes, line)
 

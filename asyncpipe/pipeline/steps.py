@@ -9,6 +9,9 @@ devices end one step, the next one is fetched, cut and handed to them, and the r
 
 Steps that cannot overlap run one by one, each as ``Pipeline.step``, between the results.
 
+``results`` decides what comes next, and only yields it: fetch a mini-batch, wait for a step, hand out a result.
+``run_steps`` and ``run_steps_blocking`` carry it out, for a coroutine and for a thread.
+
 A run of overlapping steps has one turn of the pipeline's gradients. Each update sets aside what it has left in the
 gradients, so a failure restores those that the first unfinished update of their stage would have found.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,9 +37,11 @@ from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
-from asyncpipe.runtime.started_step import Line, StartedStep
+from asyncpipe.runtime.line import Line
+from asyncpipe.runtime.portal import Ended, PortalCall
+from asyncpipe.runtime.waits import Waiting, Waits, has_ended
 
-__all__ = ["FEED", "Batch", "StepRun", "check_batches", "run_steps", "run_steps_blocking"]
+__all__ = ["FEED", "Batch", "StepRun", "check_batches", "one_step", "run_steps", "run_steps_blocking"]
 
 
 FEED: Any = FromFeed()
@@ -82,6 +87,27 @@ def _as_batch(value: Any) -> Batch:
 _Step = PreparedStep | RemoteStep
 
 
+def one_step(
+    tenancy: Tenancy, feeding: Feeding, x: Any, target: Any, options: StepOptions, *, blocking: bool
+) -> Waiting[StepResult]:
+    """One mini-batch through the pipeline, as ``Pipeline.step``, for both kinds of callers."""
+    tenancy.check_caller(blocking=blocking)
+    yield from tenancy.turn.acquired(nested=blocking)
+    try:
+        tenancy.check()
+        feeding.parts.check_between_steps()
+        try:
+            prepared = yield from feeding.prepare(x, target, options)
+            result = yield from prepared.run()
+        except BaseException:
+            feeding.back()
+            raise
+        feeding.done(prepared)
+        return result
+    finally:
+        tenancy.turn.release()
+
+
 class StepRun:
     """The steps of one ``steps`` call that are under way."""
 
@@ -94,17 +120,19 @@ class StepRun:
         self.tenancy = tenancy
         self._options = options
         self._line: Line[Any] = Line()
-        self.under_way: deque[tuple[_Step, StartedStep[Any]]] = deque()
+        self.under_way: deque[tuple[_Step, PortalCall[Any]]] = deque()
 
-    async def prepare(self, value: Any) -> _Step:
+    def prepare(self, value: Any) -> Waiting[_Step]:
         """Check and cut a mini-batch."""
         x, target, learning_rate = _as_batch(value)
-        return await self.feeding.prepare(x, target, replace(self._options, learning_rate=learning_rate))
+        return self.feeding.prepare(x, target, replace(self._options, learning_rate=learning_rate))
 
-    def prepare_blocking(self, value: Any) -> _Step:
-        """As ``prepare``, on a thread that may block."""
-        x, target, learning_rate = _as_batch(value)
-        return self.feeding.prepare_blocking(x, target, replace(self._options, learning_rate=learning_rate))
+    def alone(self, step: _Step) -> Waiting[StepResult]:
+        """Run ``step`` from its begin to its end, while no other is under way."""
+        self.check()
+        result = yield from step.run()
+        self.feeding.done(step)
+        return result
 
     def check(self) -> None:
         """Raise ``OverlapError`` while other steps overlap; not to be called while one of this run is under way."""
@@ -145,26 +173,17 @@ class StepRun:
         """Whether a result is due before the next step begins."""
         return len(self.under_way) > self.ahead
 
-    async def take(self) -> StepResult:
+    def oldest(self) -> Waiting[StepResult]:
         """The result of the oldest step, when it is issued."""
-        step, started = self.under_way[0]
-        execution = await started.issued()
+        step, call = self.under_way[0]
+        execution = yield call
         try:
             return self._finish(step, execution)
         except RuntimeError as error:
             if is_device_error(error):
-                await self.tenancy.pool.run(execution.completed())  # As in ``StepProtocol``: it says which task.
-            raise
-
-    def take_blocking(self) -> StepResult:
-        """As ``take``, on a thread that may block."""
-        step, started = self.under_way[0]
-        execution = started.wait()
-        try:
-            return self._finish(step, execution)
-        except RuntimeError as error:
-            if is_device_error(error):
-                self.tenancy.pool.call(execution.completed())
+                yield from self.tenancy.pool.on_loop(
+                    execution.completed()
+                )  # As in ``StepProtocol``: it says which task.
             raise
 
     def _finish(self, step: _Step, execution: Any) -> StepResult:
@@ -175,36 +194,33 @@ class StepRun:
             self._close()
         return result
 
-    async def abort(self) -> None:
+    def abort(self) -> Waiting[None]:
         """End all steps that are under way, and restore gradients."""
-        for _, started in reversed(self.under_way):
-            started.cancel()
-        for _, started in self.under_way:
-            await started.ended()
-        self._drop()
-
-    def abort_blocking(self) -> None:
-        """As ``abort``, on a thread that may block."""
         try:
-            for _, started in reversed(self.under_way):
-                started.cancel()
-            for _, started in self.under_way:
-                started.wait_ended()
+            self._cancel()
+            for _, call in self.under_way:
+                yield Ended(call)
         finally:
             self._drop()
 
     def abort_later(self) -> None:
         """As ``abort``, on a thread that must not wait; what is left is dropped when the last step has ended."""
-        left = [started for _, started in self.under_way]
+        left = [call for _, call in self.under_way]
 
-        def ended(started: StartedStep[Any]) -> None:
-            left.remove(started)
+        def ended(call: PortalCall[Any], _: object) -> None:
+            left.remove(call)
             if not left:
                 self._drop()
 
-        for _, started in reversed(tuple(self.under_way)):
-            started.cancel()
-            started.when_ended(partial(ended, started))
+        self._cancel()
+        for call in tuple(left):
+            call.future.add_done_callback(partial(ended, call))
+
+    def _cancel(self) -> None:
+        # From the last to the first: no step may begin behind one that never will.
+        for _, call in reversed(self.under_way):
+            if call.is_pending:
+                call.cancel()
 
     def _drop(self) -> None:
         if self.under_way:
@@ -219,6 +235,90 @@ class StepRun:
         self._parts.between_steps.owner = None
 
 
+class _Fetch:
+    """The next mini-batch is wanted; the answer is ``_END`` behind the last one."""
+
+
+_FETCH, _END = _Fetch(), object()
+
+
+@dataclass(slots=True)
+class _Due:
+    """A result to hand out."""
+
+    result: StepResult | None
+
+    def handed_out(self) -> StepResult:
+        """The result, which nothing here keeps."""
+        result, self.result = self.result, None
+        assert result is not None
+        return result
+
+
+_Next = Generator[_Fetch | _Due | Waits[Any], Any, None]
+
+
+def results(run: StepRun, *, blocking: bool) -> _Next:
+    """What comes next in a ``steps`` call."""
+    failed: Exception | None = None
+    try:
+        while True:
+            try:
+                value = yield _FETCH
+                if value is _END:
+                    break
+                prepared = yield from run.prepare(value)
+                del value
+            except Exception as error:  # noqa: BLE001 - raised behind the results of the steps that have begun
+                failed = error
+                break
+            while not run.joins(prepared):
+                yield _Due((yield from run.oldest()))
+            run.tenancy.check_caller(blocking=blocking)
+            due = None
+            yield from run.tenancy.turn.acquired(nested=blocking)
+            try:
+                run.tenancy.check()
+                if run.overlaps(prepared):
+                    run.start(prepared)
+                else:
+                    due = _Due((yield from run.alone(prepared)))
+            finally:
+                run.tenancy.turn.release()
+            if due is not None:
+                yield due
+            elif run.is_full:
+                yield _Due((yield from run.oldest()))
+        while run.under_way:
+            yield _Due((yield from run.oldest()))
+    except GeneratorExit:
+        yield from _left(run, blocking=blocking)
+        raise
+    except BaseException:
+        yield from run.abort()
+        raise
+    finally:
+        run.feeding.back()
+    if failed is not None:
+        raise failed
+
+
+def _left(run: StepRun, *, blocking: bool) -> Waiting[None]:
+    """Complete the steps that have begun; the caller has left the loop."""
+    if blocking:
+        try:
+            run.tenancy.check_caller(blocking=True)  # The garbage collector may close it on any thread.
+        except NestedWaitError:
+            run.abort_later()
+            raise
+    try:
+        while run.under_way:
+            yield from run.oldest()
+    except BaseException:
+        yield from run.abort()
+        raise
+
+
 async def _each(batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
     if isinstance(batches, AsyncIterable):
         async for batch in batches:
@@ -230,102 +330,45 @@ async def _each(batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[An
 
 async def run_steps(run: StepRun, batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[StepResult, None]:
     """The results of ``Pipeline.steps``."""
-    failed: Exception | None = None
-    source = _each(batches)
-    try:
-        while True:
-            try:
-                prepared = await run.prepare(await anext(source))
-            except StopAsyncIteration:
-                break
-            except Exception as error:  # noqa: BLE001 - raised behind the results of the steps that have begun
-                failed = error
-                break
-            while not run.joins(prepared):
-                yield await run.take()
-            run.tenancy.check_caller(blocking=False)
-            if run.overlaps(prepared):
-                async with run.tenancy.turn:
-                    run.tenancy.check()
-                    run.start(prepared)
-                if run.is_full:
-                    yield await run.take()
-                continue
-            async with run.tenancy.turn:
-                run.tenancy.check()
-                run.check()
-                result = await prepared.run()
-                run.feeding.done(prepared)
-            yield result
-            del result
-        while run.under_way:
-            yield await run.take()
-    except GeneratorExit:
+    source, steps = _each(batches), results(run, blocking=False)
+    value: Any = None
+    error: BaseException | None = None
+    while True:
         try:
-            while run.under_way:
-                await run.take()
-        except BaseException:
-            await run.abort()
-            raise
-        raise
-    except BaseException:
-        await run.abort()
-        raise
-    finally:
-        run.feeding.back()
-    if failed is not None:
-        raise failed
+            following = steps.send(value) if error is None else steps.throw(error)
+            value = error = None
+            if isinstance(following, _Fetch):
+                value = await anext(source, _END)
+            elif isinstance(following, _Due):
+                yield following.handed_out()
+            else:
+                value = await following.awaited()
+        except StopIteration:
+            return
+        except BaseException as caught:
+            if has_ended(steps):
+                raise
+            error = caught
 
 
 def run_steps_blocking(run: StepRun, batches: Iterable[Any]) -> Generator[StepResult, None, None]:
     """The results of ``SyncPipeline.steps``."""
-    failed: Exception | None = None
-    source = iter(batches)
-    try:
-        while True:
-            try:
-                prepared = run.prepare_blocking(next(source))
-            except StopIteration:
-                break
-            except Exception as error:  # noqa: BLE001 - as above
-                failed = error
-                break
-            while not run.joins(prepared):
-                yield run.take_blocking()
-            run.tenancy.check_caller(blocking=True)
-            if run.overlaps(prepared):
-                with run.tenancy.blocking_turn:
-                    run.tenancy.check()
-                    run.start(prepared)
-                if run.is_full:
-                    yield run.take_blocking()
-                continue
-            with run.tenancy.blocking_turn:
-                run.tenancy.check()
-                run.check()
-                result = prepared.run_blocking()
-                run.feeding.done(prepared)
-            yield result
-            del result
-        while run.under_way:
-            yield run.take_blocking()
-    except GeneratorExit:
+    source, steps = iter(batches), results(run, blocking=True)
+    value: Any = None
+    error: BaseException | None = None
+    while True:
         try:
-            run.tenancy.check_caller(blocking=True)  # The garbage collector may close it on any thread.
-        except NestedWaitError:
-            run.abort_later()
-            raise
-        try:
-            while run.under_way:
-                run.take_blocking()
-        except BaseException:
-            run.abort_blocking()
-            raise
-        raise
-    except BaseException:
-        run.abort_blocking()
-        raise
-    finally:
-        run.feeding.back()
-    if failed is not None:
-        raise failed
+            following = steps.send(value) if error is None else steps.throw(error)
+            value = error = None
+            if isinstance(following, _Fetch):
+                value = next(source, _END)
+            elif isinstance(following, _Due):
+                yield following.handed_out()
+            else:
+                value = following.wait()
+        except StopIteration:
+            return
+        except BaseException as caught:
+            if has_ended(steps):
+                raise
+            error = caught

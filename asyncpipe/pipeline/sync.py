@@ -15,7 +15,8 @@ from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
-from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, run_steps_blocking
+from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, one_step, run_steps_blocking
+from asyncpipe.runtime.waits import drive_blocking
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -26,9 +27,9 @@ __all__ = ["SyncPipeline"]
 class SyncPipeline(ModelProxy):
     """A pipeline without ``await``: ``with pipeline.sync() as pipe: pipe.step(x, target)``.
 
-    Steps are driven on a loop in a thread of their own, so this also works inside a running loop (a notebook).
-    Ctrl-C during a step cancels it between two tasks, and is raised when the running tasks have ended. Everything
-    else, such as ``change_schedule()``, is the pipeline's.
+    It also works inside a running loop (a notebook), since the pool drives steps on a loop of its own. Ctrl-C during a
+    step cancels it between two tasks, and is raised when the running tasks have ended. Everything else, such as
+    ``change_schedule()``, is the pipeline's.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class SyncPipeline(ModelProxy):
         self._feeding = feeding
 
     def __enter__(self) -> SyncPipeline:
-        self._tenancy.open_in_thread()
+        drive_blocking(self._tenancy.opened())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,18 +65,7 @@ class SyncPipeline(ModelProxy):
     ) -> StepResult:
         """One mini-batch through the pipeline, as ``Pipeline.step``; blocks until the last task is issued."""
         step = StepOptions(return_outputs, update, scaler, learning_rate)
-        self._tenancy.check_caller(blocking=True)
-        with self._tenancy.blocking_turn:
-            self._tenancy.check()
-            self._parts.check_between_steps()
-            try:
-                prepared = self._feeding.prepare_blocking(x, target, step)
-                result = prepared.run_blocking()
-            except BaseException:
-                self._feeding.back()
-                raise
-            self._feeding.done(prepared)
-            return result
+        return drive_blocking(one_step(self._tenancy, self._feeding, x, target, step, blocking=True))
 
     def steps(
         self,
@@ -108,7 +98,7 @@ class SyncPipeline(ModelProxy):
 
     def close(self) -> None:
         """Wait for steps under way, then end every thread, as ``Pipeline.aclose``. May be called again."""
-        self._tenancy.close()
+        drive_blocking(self._tenancy.closed())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipeline, name)

@@ -13,7 +13,10 @@ In the order of a step:
 ``thread_executor.py``  the executor of a pipeline: its threads, and their successors when a task hangs
 ``inline.py``      runs a graph inside a task of another one, on its thread
 ``observers.py``   calls observers with the records of completed steps
-``portal.py``      a loop in a thread of its own, for callers that block; waiting that no cancellation cuts short
+``portal.py``      a loop in a thread of its own, which drives steps for callers on any loop and any thread
+``waits.py``       code that is written once for callers that await and for callers that block
+``turn.py``        whose turn it is to step a pipeline
+``line.py``        steps that follow each other
 ``task_board.py``  what the threads of a worker run, in memory that its controller reads
 ``process.py``     the process that threads live in, which a forked child is not
 ``task_threads.py``  which code runs inside a task

@@ -1,4 +1,4 @@
-"""The portal: an asyncio loop in a thread of its own, for callers without a loop, or with one that may block."""
+"""The portal: an asyncio loop in a thread of its own, which drives steps for callers on any loop and any thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,25 @@ from typing import Any, Generic, TypeVar
 
 from asyncpipe.errors import NestedWaitError, PipelineClosedError
 from asyncpipe.runtime.process import Process
+from asyncpipe.runtime.waits import Waiting, drive, drive_blocking
 
-__all__ = ["EXIT_SECONDS", "Portal", "PortalCall", "new_event_loop", "wait_uncancelled"]
+__all__ = [
+    "EXIT_SECONDS",
+    "Ended",
+    "Portal",
+    "PortalCall",
+    "block_until_done",
+    "new_event_loop",
+    "wait_uncancelled",
+    "whole",
+]
 
 _T = TypeVar("_T")
 
 _CLOSED = "the pipeline is closed: the loop that drove it has ended"
+_OWN_THREAD = (
+    "this thread drives the pipeline's steps (is this an observer?), so it cannot wait for them; use another thread"
+)
 
 EXIT_SECONDS = 5.0
 """For threads to end, when the interpreter does. One that something blocks for ever must not keep it from ending."""
@@ -48,6 +61,12 @@ async def wait_uncancelled(future: asyncio.Future[Any]) -> None:
             continue
 
 
+def block_until_done(future: concurrent.futures.Future[Any]) -> None:
+    """Block until ``future`` is done; a signal handler (Ctrl-C) may raise here."""
+    while not concurrent.futures.wait([future], timeout=SIGNAL_SECONDS).done:
+        pass
+
+
 class Portal:
     """A loop that runs in a daemon thread until ``close``, or until the interpreter ends.
 
@@ -70,21 +89,7 @@ class Portal:
 
         A cancellation is passed on to ``coroutine``, and this returns only when that has ended.
         """
-        call = PortalCall(self.loop, coroutine, self._pending)
-        future = asyncio.wrap_future(call.future)
-        try:
-            call.start()
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            call.cancel()
-            await wait_uncancelled(future)
-            if not future.cancelled():
-                future.exception()  # Marks it as retrieved.
-            raise
-        finally:
-            # An exception's traceback holds this frame. If the frame held the exception in turn, through the future,
-            # both would live until the cycle collector runs.
-            del call, future
+        return await drive(whole(self.submit(coroutine)))
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run ``coroutine`` on the portal's loop and block until it has ended.
@@ -92,27 +97,15 @@ class Portal:
         Ctrl-C (any exception that a signal handler raises here) cancels the coroutine, waits for its end and is then
         raised. A second Ctrl-C does not wait.
         """
-        call = PortalCall(self.loop, coroutine, self._pending)
-        try:
-            self.check_thread()
-            call.start()
-            return call.wait()
-        except BaseException:
-            call.end()
-            raise
-        finally:
-            del call  # as in run()
+        return drive_blocking(whole(self.submit(coroutine)))
 
     def check_thread(self) -> None:
         """Raise ``NestedWaitError`` on the portal's own thread, which cannot wait for what it is to run."""
         if threading.current_thread() is self._thread:
-            raise NestedWaitError(
-                "this thread drives the pipeline's steps (is this an observer?), so it cannot wait for them; use "
-                "another thread"
-            )
+            raise NestedWaitError(_OWN_THREAD)
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
-        """Start ``coroutine`` on the portal's loop, to ``wait`` for it later. Does not block."""
+        """Start ``coroutine`` on the portal's loop, to wait for it later. Does not block."""
         call = PortalCall(self.loop, coroutine, self._pending)
         call.start()
         return call
@@ -212,21 +205,46 @@ class PortalCall(Generic[_T]):
         self._pending.calls.add(self)
         self._task: asyncio.Task[_T] | None = None
 
+    async def awaited(self) -> _T:
+        """Wait until the coroutine has ended, and return its result. A cancellation ends this wait alone."""
+        self._pending.process.check()
+        future = asyncio.wrap_future(self.future)
+        try:
+            future.add_done_callback(_retrieve)  # Whoever waits may be cancelled; asyncio would say that nobody cared.
+            return await asyncio.shield(future)
+        finally:
+            # The traceback of an exception holds this frame, which must not hold the exception in turn.
+            del self, future
+
     def wait(self) -> _T:
-        """Block until the coroutine has ended, and return its result. A signal handler (Ctrl-C) may raise here."""
+        """Block until the coroutine has ended, and return its result. A signal handler (Ctrl-C) may raise here.
+
+        Raises ``NestedWaitError`` on the loop's own thread.
+        """
         self._pending.process.check()
         try:
-            while not concurrent.futures.wait([self.future], timeout=SIGNAL_SECONDS).done:
-                pass
+            if self.is_here:
+                raise NestedWaitError(_OWN_THREAD)
+            block_until_done(self.future)
             return self.future.result()
         finally:
-            del self  # as in Portal.run
+            del self  # as above
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread of the loop, which cannot wait for what it is to run."""
+        return asyncio._get_running_loop() is self._loop
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the coroutine has not ended, in the process that has begun it."""
+        return self._pending.process.is_this and not self.future.done()
 
     def end(self) -> None:
         """Cancel the coroutine unless it has ended, and block until it has."""
-        if self._pending.process.is_this and not self.future.done():
+        if self.is_pending:
             self.cancel()
-            concurrent.futures.wait([self.future])
+            Ended(self).wait()
 
     def start(self) -> None:
         """Start the coroutine on the loop."""
@@ -276,6 +294,41 @@ class PortalCall(Generic[_T]):
             self.future.set_exception(error)
         else:
             self.future.set_result(task.result())
+
+
+class Ended:
+    """Waits until a call has ended, however; even if a coroutine that waits is cancelled meanwhile. Raises nothing."""
+
+    def __init__(self, call: PortalCall[Any]) -> None:
+        self._call = call
+
+    async def awaited(self) -> None:
+        if self._call.is_pending:
+            future = asyncio.wrap_future(self._call.future)
+            future.add_done_callback(_retrieve)
+            await wait_uncancelled(future)
+
+    def wait(self) -> None:
+        if self._call.is_pending and not self._call.is_here:
+            concurrent.futures.wait([self._call.future])
+
+
+def whole(call: PortalCall[_T]) -> Waiting[_T]:
+    """The result of ``call``. What ends the wait early cancels the call, and is raised when that has ended."""
+    try:
+        return (yield call)  # type: ignore[no-any-return]
+    except BaseException:
+        if call.is_pending:
+            call.cancel()
+            yield Ended(call)
+        raise
+    finally:
+        del call  # as in ``PortalCall.awaited``
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop, pending: _PendingCalls) -> None:

@@ -193,7 +193,7 @@ class LastingRun:
         folder = str(self._job.path.resolve().parent)
         with blaming_key(self._job, "pipeline"):
             pool = DevicePool(workers=workers, transport=table.transport, worker_path=[folder])
-        async with pool, Watchdog(pool.driver):
+        async with pool, pool.watched(Watchdog(pool.driver)):
             self._pool, self._is_own = pool, True
             yield
 

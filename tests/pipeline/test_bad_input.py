@@ -69,7 +69,6 @@ CONSTRUCTOR = [
     ({"schedule": 3}, e.ScheduleError, "a name or a Schedule instance"),
     ({"checkpoint": "sometimes"}, e.OptionError, "'always', 'except_last', 'never'"),
     ({"loss_reduction": "max"}, e.OptionError, "'mean', 'sum'"),
-    ({"loop": "new"}, e.OptionError, "'running', 'own'"),
     ({"intra_op_threads": 0}, e.OptionError, "intra_op_threads must be a positive integer"),
     ({"in_flight": 0}, e.OptionError, "in_flight must be a positive integer"),
     ({"devices": []}, e.DeviceError, "must be a list such as"),

@@ -172,7 +172,7 @@ def test_forward_and_backward_on_threads_of_the_caller(workload):
 
 async def test_with_a_loop_of_its_own(workload):
     model = workload.model()
-    async with pipeline(model, loop="own") as pipe:
+    async with pipeline(model) as pipe:
         mse(pipe(workload.x), workload.target).backward()
         assert workload.worst(model) < 1e-10
         assert not pipe.eval().training

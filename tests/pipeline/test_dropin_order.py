@@ -279,14 +279,3 @@ def test_both_devices_work_at_the_same_time(workload, before_task, checkpoint):
         times = {time.task.id: time for time in report(records.of[phase]).tasks}
         one, other = (times[name] for name in pair)
         assert max(one.start, other.start) < min(one.end, other.end)
-
-
-def test_sleeping_devices_overlap_by_themselves(workload):
-    """Here only the costs make the tasks overlap."""
-    records = Records()
-    with pipeline(workload.model(), 2, executors=emulated, observers=[records]).sync() as pipe:
-        pipe(workload.x).sum().backward()
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        times = [time for time in report(records.of[phase]).tasks if time.task.kind != "C"]
-        pairs = [(a, b) for a, b in itertools.combinations(times, 2) if a.task.lane != b.task.lane]
-        assert any(max(a.start, b.start) < min(a.end, b.end) for a, b in pairs)

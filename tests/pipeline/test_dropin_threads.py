@@ -167,7 +167,7 @@ async def test_a_backward_while_a_step_is_under_way_on_its_thread(workload, befo
             held.set()
             assert let_go.wait(30)
 
-    async with pipeline(model, loss_fn=mse, loop="own") as pipe:
+    async with pipeline(model, loss_fn=mse) as pipe:
         loss = pipe(workload.x).square().sum()
         before_task(hold)
         step = asyncio.ensure_future(pipe.step(workload.x, workload.target))
@@ -230,7 +230,7 @@ async def test_a_task_that_would_wait_for_its_own_devices(workload):
     inner, outer = workload.model(), workload.model()
     until = threading.Event()
     async with (
-        DevicePool(loop="own") as pool,
+        DevicePool() as pool,
         pipeline(inner, pool=pool) as other,
         pipeline(outer, pool=pool, checkpoint="never") as pipe,
     ):

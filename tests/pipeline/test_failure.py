@@ -215,15 +215,6 @@ async def test_a_timeout_is_a_cancellation(workload, before_task):
         await pipe.step(workload.x, workload.target)
 
 
-async def test_cancellation_with_a_loop_of_its_own(workload, before_task, no_leaks):
-    model = workload.model()
-    async with pipeline(model, loop="own") as pipe:
-        assert await cancelled_step(pipe, workload, before_task, 10)
-        before_task(nothing)
-        await pipe.step(workload.x, workload.target)
-    assert workload.worst(model) < 1e-10
-
-
 @pytest.mark.parametrize("task_id", ["F(0,0)", "C(1,0>1)", "R(2,1)", "B(3,2)", "B(3,0)"])
 def test_keyboard_interrupt_in_a_blocking_step(workload, before_task, no_leaks, cancelled, task_id):
     def hook(task):
@@ -249,7 +240,7 @@ async def test_dropped_without_closing(workload, no_leaks):
     pipe = await pipeline(workload.model()).__aenter__()
     await pipe.step(workload.x, workload.target)
     threads = threads_of_asyncpipe()
-    assert len(threads) == 3
+    assert len(threads) == 4
     dead = weakref.ref(pipe)
     del pipe
     gc.collect()

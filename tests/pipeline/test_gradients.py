@@ -293,5 +293,5 @@ def test_a_hook_of_what_a_stage_receives_is_not_called_for_a_gradient_in_its_for
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), DoublesItsGradient(), Force())
     x = torch.randn(4, 3, dtype=torch.float64)
     wanted = model(x)
-    with Pipeline(model, ["cpu"] * len(balance), microbatches=1, balance=balance, loop="own").sync() as pipe:
+    with Pipeline(model, ["cpu"] * len(balance), microbatches=1, balance=balance).sync() as pipe:
         assert torch.equal(pipe(x), wanted) == (balance != [2, 1])

@@ -79,7 +79,7 @@ def test_a_loss_calls_a_frozen_teacher(workload, mode, no_leaks):
     plain = teacher_model().requires_grad_(False)
     wanted = unsplit(workload, partial(loss_fn, plain), workload.model())[0]
     with (
-        DevicePoolInThread() as pool,
+        DevicePool() as pool,
         pipeline(teacher_model().requires_grad_(False), pool).sync() as teacher,
         pipeline(workload.model(), pool, loss_fn=partial(loss_fn, teacher)).sync() as student,
     ):
@@ -88,23 +88,10 @@ def test_a_loss_calls_a_frozen_teacher(workload, mode, no_leaks):
         mse(student(workload.x), teacher(workload.target)).backward()
 
 
-class DevicePoolInThread:
-    """A pool with a loop of its own, for tests without one."""
-
-    def __enter__(self):
-        self.pool = DevicePool(loop="own")
-        self.pool.open()
-        return self.pool
-
-    def __exit__(self, *_):
-        self.pool.call(self.pool.driver.drain())
-        self.pool.end_threads()
-
-
 async def test_a_teacher_of_another_pool(workload, no_leaks):
     wanted = unsplit(workload, lambda y, t: distilled(plain, y, t), workload.model(), plain := teacher_model())
     async with (
-        pipeline(model := teacher_model(), loop="own") as teacher,
+        pipeline(model := teacher_model()) as teacher,
         pipeline(workload.model(), loss_fn=partial(distilled, teacher)) as student,
     ):
         await student.step(workload.x, workload.target)
@@ -185,7 +172,7 @@ def test_a_stage_calls_a_pipeline(workload, place, checkpoint, no_leaks):
     first = student(plain := teacher_model())
     wanted = unsplit(workload, mse, first, plain)
     with (
-        DevicePoolInThread() as pool,
+        DevicePool() as pool,
         pipeline(model := teacher_model(), pool, checkpoint=checkpoint).sync() as teacher,
     ):
         second = student(teacher)
@@ -215,7 +202,7 @@ def test_a_hook_calls_a_pipeline_and_differentiates(workload, no_leaks):
 
     plain = teacher_model()
     wanted = torch.cat([grads[None] for grads in [_microbatched(workload, hooked(plain, workload.model()))]])
-    with DevicePoolInThread() as pool, pipeline(teacher_model(), pool).sync() as teacher:
+    with DevicePool() as pool, pipeline(teacher_model(), pool).sync() as teacher:
         model = hooked(teacher, workload.model())
         with pipeline(model, pool, loss_fn=mse, checkpoint="never").sync() as pipe:
             pipe.step(workload.x, workload.target)
@@ -250,7 +237,7 @@ def test_draws_of_a_teacher_are_those_of_its_recomputation(workload, checkpoint,
     losses = {}
     for epsilon in (0.0, 1e-6):
         model, other = workload.model(0.5), teacher_model(0.5)
-        with DevicePoolInThread() as pool, pipeline(other, pool, checkpoint=checkpoint).sync() as teacher:
+        with DevicePool() as pool, pipeline(other, pool, checkpoint=checkpoint).sync() as teacher:
             options = {"checkpoint": checkpoint, "loss_fn": partial(distilled, teacher)}
             with torch.no_grad():
                 for parameter, direction in zip(model.parameters(), losses.get("along", []), strict=False):
@@ -271,7 +258,7 @@ def test_checkpoint_of_torch_around_the_call(workload, no_leaks):
 
     wanted = unsplit(workload, partial(loss_fn, plain := teacher_model()), workload.model(), plain)
     with (
-        DevicePoolInThread() as pool,
+        DevicePool() as pool,
         pipeline(model := teacher_model(), pool).sync() as teacher,
         pipeline(workload.model(), pool, loss_fn=partial(loss_fn, teacher)).sync() as student,
     ):
@@ -289,7 +276,7 @@ def test_statistics_of_a_teacher(again, no_leaks):
     x, target = torch.randn(8, 4), torch.randn(8, 4)
     for piece in x.split(4):
         plain(second(first(piece)))
-    with DevicePoolInThread() as pool, pipeline(other, pool, microbatches=1, checkpoint="always").sync() as teacher:
+    with DevicePool() as pool, pipeline(other, pool, microbatches=1, checkpoint="always").sync() as teacher:
         options = {"checkpoint": "always" if again else "never", "loss_fn": partial(distilled, teacher)}
         with pipeline(nn.Sequential(first, second), pool, microbatches=2, **options).sync() as student:
             if again:
@@ -337,7 +324,7 @@ def test_while_the_teacher_steps_on_the_same_devices(workload, before_task, no_l
 
     before_task(first_of_the_teacher)
     with (
-        DevicePoolInThread() as pool,
+        DevicePool() as pool,
         pipeline(teacher_model(), pool, loss_fn=mse).sync() as teacher,
         pipeline(workload.model(), pool, loss_fn=loss_fn, checkpoint="never").sync() as student,
     ):
@@ -359,7 +346,7 @@ def test_two_students_with_one_teacher(workload, frozen, no_leaks):
         return distilled(teacher, output, target)
 
     devices = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
-    with DevicePoolInThread() as pool, pipeline(model := teacher_model(), pool).sync() as teacher:
+    with DevicePool() as pool, pipeline(model := teacher_model(), pool).sync() as teacher:
         model.requires_grad_(not frozen)
         options = {"microbatches": 4, "checkpoint": "never", "pool": pool, "loss_fn": loss_fn}
         with (
@@ -422,7 +409,7 @@ def test_two_students_change_buffers_of_one_teacher(workload, no_leaks):
     meeting, other = Meeting(1), nn.Sequential(nn.Linear(8, 8).double(), Counts())
     other[1].register_forward_pre_hook(watch)
     other[1].register_forward_hook(lambda *_: inside.clear())
-    with DevicePoolInThread() as pool, pipeline(other, pool, checkpoint="never").sync() as teacher:
+    with DevicePool() as pool, pipeline(other, pool, checkpoint="never").sync() as teacher:
         options = {"microbatches": 4, "checkpoint": "never", "pool": pool, "loss_fn": partial(distilled, teacher)}
         with (
             Pipeline(workload.model(), ["cpu:0", "cpu:1"], **options).sync() as one,
@@ -493,7 +480,7 @@ def test_steps_and_closing_inside_a_task_are_refused(workload, no_leaks):
     for function, message in refusals:
         loss_fn = in_loss(function)
         with (
-            DevicePoolInThread() as pool,
+            DevicePool() as pool,
             pipeline(workload.model(), loss_fn=mse).sync() as other,
             pipeline(workload.model(), pool, loss_fn=loss_fn, checkpoint="never").sync() as pipe,
         ):
@@ -557,15 +544,19 @@ def test_an_observer_that_waits_for_its_own_loop_is_refused(workload, what, no_l
 
 
 async def test_an_observer_starts_a_step(workload, no_leaks):
-    """It is called on the loop, not inside a task, though a task's thread has posted the last event."""
-    started = []
+    """It is called on the pool's thread, not inside a task, though a task's thread has posted the last event."""
+    loop = asyncio.get_running_loop()
+    started = loop.create_future()
+
+    def begin():
+        started.set_result(asyncio.ensure_future(pipe.step(workload.x, workload.target)))
 
     def start():
-        started.append(asyncio.ensure_future(pipe.step(workload.x, workload.target)))
+        loop.call_soon_threadsafe(begin)
 
     async with pipeline(workload.model(), loss_fn=mse, observers=[Observes(start)]) as pipe:
         await pipe.step(workload.x, workload.target)
-        await started[0]
+        await (await started)
 
 
 def test_errors_inside_name_both_tasks(workload, no_leaks):
@@ -575,7 +566,7 @@ def test_errors_inside_name_both_tasks(workload, no_leaks):
     model = teacher_model()
     model[3].register_forward_pre_hook(lambda _, args: fail(args))
     with (
-        DevicePoolInThread() as pool,
+        DevicePool() as pool,
         pipeline(model, pool).sync() as teacher,
         pipeline(workload.model(), pool, loss_fn=partial(distilled, teacher)).sync() as student,
     ):
@@ -590,7 +581,7 @@ def test_errors_inside_name_both_tasks(workload, no_leaks):
 
 
 def test_closed_pipelines_are_refused_inside_a_task(workload, no_leaks):
-    with DevicePoolInThread() as pool:
+    with DevicePool() as pool:
         teacher = pipeline(teacher_model(), pool).sync()
         with pipeline(workload.model(), pool, loss_fn=partial(distilled, teacher)).sync() as student:
             for message in ("not open", "is closed"):
@@ -607,7 +598,7 @@ def test_closed_pipelines_are_refused_inside_a_task(workload, no_leaks):
 def test_deferred_batch_norms_are_refused_inside_a_task(workload, no_leaks):
     other = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
     with (
-        DevicePoolInThread() as pool,
+        DevicePool() as pool,
         pipeline(other, pool, deferred_batch_norm=True).sync() as teacher,
         pipeline(workload.model(), pool, loss_fn=partial(distilled, teacher)).sync() as student,
     ):
@@ -630,7 +621,7 @@ def test_a_pool_that_closes_waits_for_what_tasks_call(workload, no_leaks):
 
     reached = threading.Event()
     with (
-        DevicePoolInThread() as pool,
+        DevicePool() as pool,
         pipeline(teacher_model(), pool).sync() as teacher,
         pipeline(workload.model(), pool, loss_fn=loss_fn).sync() as student,
     ):

@@ -89,10 +89,10 @@ async def test_training_with_an_optimizer_follows_the_unsplit_model(workload):
         assert (a - b).abs().max() < 1e-8
 
 
-async def test_a_handler_that_blocks_its_loop_does_not_stop_a_loop_of_its_own(workload, before_task):
+async def test_a_handler_that_blocks_its_loop_delays_no_task(workload, before_task):
     ran = threading.Event()
     before_task(lambda task: ran.set() if task.id == "B(3,0)" else None)
-    async with pipeline(workload.model(), loop="own") as pipe:
+    async with pipeline(workload.model()) as pipe:
         step = asyncio.ensure_future(pipe.step(workload.x, workload.target))
         await asyncio.sleep(0)
         assert ran.wait(30)  # This thread is the caller's loop, and it is blocked.

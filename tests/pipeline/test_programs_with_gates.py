@@ -97,7 +97,7 @@ async def test_a_fault_in_one_of_two_backwards_that_wait(workload, before_task, 
         if task.id == "B(0,2)" and not failed.is_set():
             raise Boom("in B(0,2)")
 
-    async with DevicePool(loop="own") as pool:
+    async with DevicePool() as pool:
         with pipeline(models[0], pool=pool).sync() as good, pipeline(models[1], pool=pool).sync() as bad:
             _fail_beside(good, bad, workload, waiting, failed, hook, lambda: before_task(fault))
             models[1].zero_grad()

@@ -98,7 +98,7 @@ async def one_by_one(data, **options):
         return losses, states
 
 
-@pytest.mark.parametrize("where", [{}, {"loop": "own"}, {"share": Share("job")}], ids=str)
+@pytest.mark.parametrize("where", [{}, {"share": Share("job")}], ids=str)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h2", "backward-first"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
@@ -134,7 +134,7 @@ def test_the_synchronous_face(no_leaks):
 async def test_the_next_step_begins_before_the_result_is_taken(no_leaks):
     """Its first stage runs while the result of the step before is in the caller's hands."""
     data, began = batches(3), threading.Event()
-    async with make(loop="own") as pipe:
+    async with make() as pipe:
         noted = pipe.module[0][-1]
         noted.at, noted.call = 5, began.set  # The second step's first micro-batch of four.
         results = pipe.steps(data)
@@ -217,12 +217,11 @@ async def test_a_failed_task(seed, share, monkeypatch, no_leaks):
 
 
 @pytest.mark.parametrize("share", [None, Share("job")], ids=["alone", "named"])
-@pytest.mark.parametrize("loop", ["running", "own"])
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_cancellation_at_any_point(seed, loop, share, no_leaks):
+async def test_a_cancellation_at_any_point(seed, share, no_leaks):
     draw, data = random.Random(seed), batches(6)
     here = asyncio.get_running_loop()
-    async with make(loop=loop, share=share) as pipe:
+    async with make(share=share) as pipe:
 
         async def train():
             async with aclosing(pipe.steps(data, ahead=draw.randint(1, 2))) as results:

@@ -7,9 +7,11 @@ import ctypes
 import logging
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -148,3 +150,33 @@ async def fails(control: ControlClient) -> None:
 async def hangs(control: ControlClient) -> None:
     """Never serves."""
     await asyncio.Event().wait()
+
+
+async def says_bye(control: ControlClient) -> None:
+    """Ends by itself when it has been told how many messages to send before."""
+
+    class EnoughError(Exception):
+        pass
+
+    def end(count: int) -> None:
+        for number in range(count):
+            control.send(number)
+        raise EnoughError
+
+    with suppress(EnoughError):
+        await control.serve(end)
+
+
+async def hangs_up(control: ControlClient) -> None:
+    """Closes its connection when it is told anything, and then lives on, with or without its thread for pings."""
+
+    def hang_up(message: str) -> None:
+        sys.setswitchinterval(1000)  # With the GIL, until it is given up.
+        c = ctypes.PyDLL(None)
+        numbers = [number for number in range(3, 100) if _is_open(number)]
+        sockets = [number for number in numbers if os.readlink(f"/proc/self/fd/{number}").startswith("socket:")]
+        for number in sockets:
+            c.shutdown(number, socket.SHUT_WR)
+        (c if message == "hold the GIL" else time).sleep(1000)
+
+    await control.serve(hang_up)

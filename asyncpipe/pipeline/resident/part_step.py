@@ -60,7 +60,7 @@ class PartStep(PreparedStep):
         self.whole = inputs.graph
         """The graph of the whole step."""
         self._crossings = crossings
-        self._is_started = overlaps
+        self._run_has_gradients = overlaps
         self._use = use
         self._left = left
         self._gates = Gates()
@@ -131,7 +131,7 @@ class PartStep(PreparedStep):
             self._abandon()
             return
         try:
-            if self.training and not self._is_started:
+            if self.training and not self._run_has_gradients:
                 with torch.no_grad():
                     self._commit_gradients()
             self.parts.commit_statistics()

@@ -33,6 +33,7 @@ from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions
 from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, StepWork
 from asyncpipe.runtime.part_messages import StartPart
 from asyncpipe.runtime.step_driver import Tenant
+from asyncpipe.runtime.waits import drive
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.door import Door
 
@@ -70,7 +71,7 @@ class Resident:
 
     async def open(self, door: Door | None) -> None:
         """Connect to the other workers, which come through ``door``, and start the devices' threads."""
-        await self._tenancy.open()
+        await drive(self._tenancy.opened())
         if self._load.pairs:
             assert door is not None
             # Where a worker has one device, it is this device that waits for messages. Where jobs share it, it may be
@@ -81,7 +82,7 @@ class Resident:
 
     async def close(self) -> None:
         """Wait for steps under way, and end what belongs to the pipeline."""
-        await self._tenancy.aclose()
+        await drive(self._tenancy.closed())
         await asyncio.to_thread(self.links.close)
 
     # Steps

@@ -95,7 +95,7 @@ class _ResidentStages:
     async def _load(self, load: LoadPipeline) -> None:
         if self._pool is None:
             self._pool = DevicePool(**from_wire(load.pool))
-            self._pool.open(board=self._control.board)
+            self._pool.open_here(self._control.board)
         door = self._doors.get(load.pipeline)
         try:
             resident = Resident(load, self._pool, self._control)

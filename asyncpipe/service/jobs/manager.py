@@ -106,7 +106,7 @@ class Manager:
     async def __aenter__(self) -> Manager:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.pool)
-            await stack.enter_async_context(self.watchdog)
+            await stack.enter_async_context(self.pool.watched(self.watchdog))
             if self.processes is not None:
                 await stack.enter_async_context(self.processes)
             attempts, resume = self.settings.max_attempts, self.settings.resume

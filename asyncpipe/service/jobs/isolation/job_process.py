@@ -104,7 +104,8 @@ class _OneRun:
             # Closed when the service has the answer: devices that hang must not hold it up.
             pool = await self._stack.enter_async_context(self._pool(message))
             factor, floor = message.watchdog
-            watchdog = await self._stack.enter_async_context(Watchdog(pool.driver, factor=factor, floor=floor))
+            watchdog = Watchdog(pool.driver, factor=factor, floor=floor)
+            await self._stack.enter_async_context(pool.watched(watchdog))
             self._leave = _LeftHosts(message.others, message.left)
             self._run = LastingRun(
                 message.job,
