@@ -86,7 +86,7 @@ def test_jobs_are_submitted_listed_and_steered_by_names(api, run, tmp_path):
     assert [line.split(" is ")[1].split()[0] for line in lines] == ["cancelled", "cancelled"]
     lines, err = run("cancel", ids[2], "nobody", status=1)
     assert (len(lines), "nobody: Not Found (404)" in err) == (1, True)
-    run("priority", "background", "width 1", ids[3])
+    run("priority", "background", "last", ids[3])
     run("weight", "2.5", ids[3])
     run("tag", ids[3], "--add", "good", "--remove", "night")
     changed = json.loads(run("show", ids[3], "--json")[0][0])

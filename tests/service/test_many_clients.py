@@ -174,7 +174,6 @@ async def finished(service: TrainingService) -> None:
     assert not manager.jobs._turns
     assert not manager.logs._users
     assert not manager.logs._turns
-    assert not manager.measuring.peaks
     assert not manager.jobs.failures
     driver = manager.pool.driver
     assert driver.scheduler.idle

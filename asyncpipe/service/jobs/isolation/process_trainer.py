@@ -77,6 +77,7 @@ class ProcessTrainer:
         self._up = asyncio.Event()
         """Set when the process has been told what to run, or the run has ended."""
         self._stopping = False
+        self._keeping: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
         """End after the current step; a run whose process is not up yet ends before the first one."""
@@ -121,6 +122,7 @@ class ProcessTrainer:
         finally:
             self._process = None
             self._up.set()
+            await asyncio.gather(*self._keeping, return_exceptions=True)
             self._leave.forget(self._share.job)
             unwatch()
 
@@ -143,12 +145,19 @@ class ProcessTrainer:
             case WorkerTold(change=change):
                 self._leave.tell(self._share.job, change)
                 self._tell_change(change)
-            case Keep(number=number) if self._process is not None:
-                # Losses are in their file when ``stepped`` returns.
-                self._process.send(Kept(number))
+            case Keep(number=number):
+                keeping = asyncio.create_task(self._keep(number), name=f"asyncpipe losses of {self._share.job}")
+                self._keeping.add(keeping)
+                keeping.add_done_callback(self._keeping.discard)
             case Hung(hung=hung):
                 self._hung(hung - self._hangs)
                 self._hangs = hung
+
+    async def _keep(self, number: int) -> None:
+        """Tell the process that all losses that it has told are in the store: its snapshot may be there now."""
+        await self._progress.keep()
+        if self._process is not None:
+            self._process.send(Kept(number))
 
     def _take_record(self, record: StepRecord) -> None:
         self._tell(lambda each: each.step_completed(record))

@@ -14,6 +14,7 @@ from run_helpers import assert_same_end
 from worker_helpers import is_alive
 
 from asyncpipe.service.job_states import JobState
+from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
@@ -97,6 +98,29 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
     summary = await TrainingRun(alone, isolation_entries.plain).run()
     assert_same_end(summary.snapshot, parsed.snapshots.folder / summary.snapshot.name)
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
+
+
+async def test_a_snapshot_appears_after_the_store_has_the_losses_that_lead_to_it(tmp_path, monkeypatch):
+    asked, allowed = asyncio.Event(), asyncio.Event()
+    keep = JobRun.keep
+
+    async def held(run):
+        asked.set()
+        await allowed.wait()
+        await keep(run)
+
+    monkeypatch.setattr(JobRun, "keep", held)
+    async with processes(tmp_path) as (service, submit):
+        job = await submit("plain")
+        await asked.wait()
+        record = await service.store.get(job)
+        folder = job_of(record.spec, record, service.manager.settings).snapshots.folder
+        early = list(folder.glob("step-*"))
+        allowed.set()
+        assert not early
+        record = await comes(service, job, JobState.FINISHED, JobState.FAILED)
+        assert record.snapshot == f"step-{STEPS}"
+        assert (folder / record.snapshot).exists()
 
 
 async def test_what_does_not_end_is_gone_within_its_deadline_and_frees_its_place_and_a_live_job_hears_orders(tmp_path):
