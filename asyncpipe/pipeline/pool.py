@@ -196,7 +196,7 @@ class DevicePool:
     def on_loop(self, coroutine: Coroutine[Any, Any, _T]) -> Waiting[_T]:
         """Run ``coroutine`` on the driver's loop, and wait for its end, for both kinds of callers."""
         if self._portal is None:
-            return (yield _Here(coroutine))  # type: ignore[no-any-return]
+            return (yield _OnThisLoop(coroutine))  # type: ignore[no-any-return]
         return (yield from whole(self._portal.submit(coroutine)))
 
     async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -314,7 +314,7 @@ def _begin_behind(
     return driver.start(graph, bind, notes, around=around, tenant=tenant, after=after)
 
 
-class _Here:
+class _OnThisLoop:
     """A coroutine that is awaited where it is waited for."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, _T]) -> None:

@@ -157,7 +157,7 @@ class TrainingJob(threading.Thread):
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(DevicePool(executors=lambda name: EmulatedExecutor(name, cost)))
             pipe = await stack.enter_async_context(pipeline([self.collector, self], pool=pool, share=self._share()))
-            besides = [self._block()]
+            besides = [pool.run(self._block())]
             if self._fault.shares:
                 other = pipeline([], pool=pool, share=Share("other", weight=3.0))
                 besides.append(self._step(await stack.enter_async_context(other), x))
@@ -175,7 +175,7 @@ class TrainingJob(threading.Thread):
             await pipe.step(x, x)
 
     async def _block(self) -> None:
-        """What a bad neighbour on the same loop does: no ``await`` while it works."""
+        """What bad code on the pool's loop does, an observer or a policy: no ``await`` while it works."""
         while self._fault.blocked:
             time.sleep(self._fault.blocked)  # noqa: ASYNC251 - the fault itself
             await asyncio.sleep(0.02)
