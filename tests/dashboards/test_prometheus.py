@@ -55,7 +55,7 @@ class Served(NamedTuple):
 def served(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) -> Iterator[Served]:
     """A service that trains the example, in workers."""
     folder: Path = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-m", "asyncpipe", "serve", "--devices", ",".join(DEVICES), "--entry", "charlm:build"]
+    command = [sys.executable, "-m", "asyncpipe", "serve", "--devices", ",".join(DEVICES), "--entries", "charlm:build"]
     command += ["--entry-path", str(CHARLM), "--port", "0", "--metrics-port", "0", "--workers", "processes"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCPIPE_")}
     log = folder / "stderr"
