@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,17 @@ from torch import Generator, Tensor, nn
 
 from asyncpipe.train.workload import Batch, Workload
 
-__all__ = ["dies", "holds_the_gil", "never_returns", "plain", "raises", "stuck_entry", "stuck_loader"]
+__all__ = [
+    "crashes",
+    "dies",
+    "has_child",
+    "holds_the_gil",
+    "never_returns",
+    "plain",
+    "raises",
+    "stuck_entry",
+    "stuck_loader",
+]
 
 
 def plain() -> Workload:
@@ -67,6 +78,32 @@ def dies(folder: str) -> Workload:
     return _with(_In("dies", folder, lambda: os.kill(os.getpid(), signal.SIGKILL), after=2 * 4))
 
 
+def crashes(folder: str) -> Workload:
+    """Its process ends by itself in its first step, and leaves a child behind."""
+
+    def crash() -> None:
+        _say(folder, "child of crashes", _with_child())
+        os._exit(3)
+
+    return _with(_In("crashes", folder, crash))
+
+
+def has_child(folder: str) -> Workload:
+    """Waits for ever for its first batch, with a child beside it."""
+
+    def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
+        _say(folder, "child of has_child", _with_child())
+        _say(folder, "has_child")
+        threading.Event().wait()
+        yield from ()
+
+    return replace(make_workload(), batches=batches, states={})
+
+
+def _with_child() -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
 class OwnError(Exception):
     """Of a class that the service does not know."""
 
@@ -98,5 +135,5 @@ def _with(layer: nn.Module) -> Workload:
     return replace(made, model=nn.Sequential(*made.model, layer))  # type: ignore[arg-type]
 
 
-def _say(folder: str, name: str) -> None:
-    Path(folder, name).write_text(str(os.getpid()))
+def _say(folder: str, name: str, pid: int | None = None) -> None:
+    Path(folder, name).write_text(str(os.getpid() if pid is None else pid))

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
 
+from asyncpipe.runtime.workers.lifeline import end_group
+
 __all__ = ["PROGRAM", "ChildProcess", "Pipes", "SpawnedProcess", "spawn"]
 
 PROGRAM = Path(__file__).parents[2] / "worker" / "__main__.py"
@@ -103,6 +105,7 @@ class SpawnedProcess:
         try:
             # ``Popen`` says 0 where somebody else has waited for the process.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            end_group(self.pid)
             status = self._process.wait()
         except ChildProcessError:
             self._process.wait()

@@ -19,7 +19,7 @@ from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.handshake import introduce, secret_for
 from asyncpipe.runtime.workers.launcher import Address, Invitation
-from asyncpipe.runtime.workers.lifeline import CONTROLLER_GONE
+from asyncpipe.runtime.workers.lifeline import end_without_controller
 from asyncpipe.runtime.workers.main_module import MainModule
 from asyncpipe.runtime.workers.packed import Packed, pack, unpack
 from asyncpipe.runtime.workers.place import WorkerPlace
@@ -46,8 +46,11 @@ class ControlClient:
         main: MainModule,
         board: TaskBoard | None = None,
         batches: SharedViews | None = None,
+        lifeline: int | None = None,
     ) -> None:
         """Connects to the controller that sent ``invitation``. Raises ``OSError``, ``RefusedError`` among them."""
+        self.lifeline = lifeline
+        """The pipe that hangs up when the controller ends, if there is one."""
         self.name = invitation.name
         self.entry = invitation.entry
         self.board = board
@@ -186,7 +189,7 @@ class ControlClient:
 
     def closed(self) -> None:
         """The controller is gone: nothing that this process does is of use any more."""
-        os._exit(CONTROLLER_GONE)
+        end_without_controller()
 
 
 class _Answers:

@@ -34,7 +34,7 @@ from importlib import import_module
 from typing import Final
 
 from asyncpipe.runtime.workers.child_process import Pipes, SpawnedProcess, spawn
-from asyncpipe.runtime.workers.lifeline import hold_on_to
+from asyncpipe.runtime.workers.lifeline import end_group, hold_on_to
 from asyncpipe.runtime.workers.process_title import ROOM, set_title
 
 __all__ = ["ForkServer", "ForkServerError", "ForkedProcess", "serve_forks"]
@@ -260,8 +260,9 @@ class _ForkedChildren:
             while os.read(self.descriptor, 1 << 10):
                 pass
         for number in tuple(self.alive):
-            ended, status = os.waitpid(number, os.WNOHANG)
-            if ended:
+            if os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+                end_group(number)
+                _, status = os.waitpid(number, 0)
                 with self.alive.pop(number) as told, suppress(OSError):  # Nobody may want to know.
                     told.send(b"%s %d" % (ENDED, os.waitstatus_to_exitcode(status)))
 

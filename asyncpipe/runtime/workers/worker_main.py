@@ -49,7 +49,7 @@ def become_worker(values: dict[str, Any], lifeline: int | None) -> None:
     board, batches = _open(TaskBoard, values.get("board")), _open(SharedViews, values.get("batches"))
     if not values.get("is_same_host"):
         board = batches = None  # The memory of whoever has started this process in the controller's place.
-    control = ControlClient(Invitation.from_json(values["invitation"]), handed_down.main, board, batches)
+    control = ControlClient(Invitation.from_json(values["invitation"]), handed_down.main, board, batches, lifeline)
     logs = _send_logs(control, handed_down.log_levels)
     try:
         entry = _find(control.entry)

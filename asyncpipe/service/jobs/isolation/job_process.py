@@ -16,6 +16,7 @@ from typing import Any
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.runtime.workers.control_client import ControlClient
+from asyncpipe.runtime.workers.lifeline import lead_group
 from asyncpipe.service.jobs.isolation.confines import confine
 from asyncpipe.service.jobs.isolation.messages import (
     CancelRun,
@@ -46,7 +47,8 @@ HUNG_SECONDS = 1.0
 async def serve(control: ControlClient) -> None:
     """Serve the service until it says to stop."""
     # A group of its own, which ends as a whole: a loader may have started processes.
-    os.setpgid(0, 0)
+    assert control.lifeline is not None
+    lead_group(control.lifeline)
     await _OneRun(control).run()
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 import isolation_entries
 import pytest
+from killing import poll, serving
 from manager_helpers import Service, make_settings, submission
 from resume_helpers import disturb
 from run_helpers import assert_same_end
@@ -24,7 +27,7 @@ from asyncpipe.train.training_run import TrainingRun
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(120)]
 
 STUCK = ("stuck_entry", "stuck_loader", "never_returns", "holds_the_gil")
-NAMES = ("plain", "dies", "raises", *STUCK)
+NAMES = ("plain", "dies", "crashes", "raises", *STUCK)
 STEPS = 9
 
 
@@ -62,11 +65,16 @@ async def comes(service, job, *states):
     return record
 
 
+def read(path):
+    """The text of a file that a job writes, if it is there."""
+    return path.read_text() if path.exists() else ""
+
+
 async def there(path):
     """The text of a file that a job writes."""
-    while not (path.exists() and path.read_text()):  # noqa: ASYNC110 - another process writes it
+    while not read(path):  # noqa: ASYNC110 - another process writes it
         await asyncio.sleep(0.02)
-    return path.read_text()
+    return read(path)
 
 
 async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_threads(tmp_path):
@@ -75,6 +83,7 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         job = await submit("plain")
         failed = await submit("raises")
         killed = await submit("dies", snapshots={"every": 1000})
+        crashed = await submit("crashes")
         record = await comes(service, job, JobState.FINISHED, JobState.FAILED)
         assert record.cause == f"all {STEPS} steps are done"
         parsed = job_of(record.spec, record, manager.settings)
@@ -83,7 +92,7 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         totals = collector.snapshot()
         assert totals.counters["samples"][()] == STEPS * 8
         assert totals.counters["steps"][("ok",)] == STEPS
-        assert totals.counters["snapshots"][("ok",)] == 3
+        assert totals.counters["snapshots"][("ok",)] >= 2  # One is left out where the one before is being written.
 
         # An error of a class that the service does not know, and a process that is gone.
         record = await comes(service, failed, JobState.FINISHED, JobState.FAILED)
@@ -93,11 +102,31 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         assert record.state is JobState.QUARANTINED
         assert "was killed by SIGKILL, as by the OOM killer; attempt 3 of 3" in record.cause
         assert await service.path(killed) == ["queued", *["running", "queued"] * 2, "running", "quarantined"]
+
+        # What a process has started does not outlive it, also where it crashes by itself.
+        record = await comes(service, crashed, JobState.QUARANTINED, JobState.FAILED, JobState.FINISHED)
+        assert record.cause.startswith("its process exited with status 3; attempt 3 of 3")
+        assert not is_alive(int(await there(tmp_path / "child of crashes")))
     alone = parsed.override("snapshots", folder=tmp_path / "alone")
     disturb()
     summary = await TrainingRun(alone, isolation_entries.plain).run()
     assert_same_end(summary.snapshot, parsed.snapshots.folder / summary.snapshot.name)
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_the_processes_of_jobs_and_their_children_end_with_a_service_that_is_killed(tmp_path):
+    (tmp_path / "service.toml").write_text(
+        f'folder = "state"\nentry_path = {str(Path(isolation_entries.__file__).parent)!r}\nport = 0\n'
+        'metrics_port = "none"\nisolation = "process"\ndevices = ["cpu:0", "cpu:1"]\n'
+        f'[entries."isolation_entries:has_child"]\nfixed = {{ folder = {str(tmp_path)!r} }}\n'
+    )
+    with serving(tmp_path) as served:
+        job = submission("has_child", entry="isolation_entries:has_child")
+        served.client().submit(job, "key")
+        pids = [int(poll(name, partial(read, tmp_path / name))) for name in ("has_child", "child of has_child")]
+        assert all(map(is_alive, pids))
+        served.kill()
+    poll("the end of the job's process and its child", lambda: not any(map(is_alive, pids)))
 
 
 async def test_a_snapshot_appears_after_the_store_has_the_losses_that_lead_to_it(tmp_path, monkeypatch):
