@@ -167,4 +167,4 @@ class JobReading(ABC):
         run = manager.jobs.running.get(record.id)
         records = () if run is None else run.trace.records
         has_losses = bool(await self.losses(job, 0, 1))
-        return JobFiles(manager.logs.folder / record.id, records, record.spec.name, has_losses)
+        return JobFiles(manager.logs.folder / record.id, records, record.name, has_losses)

@@ -20,27 +20,26 @@ A resumed job is queued again, since its devices may be in use. A running job ta
 cancelled; the request is stored meanwhile (``JobRecord.asked``), so that it survives if the process is killed.
 """
 
+# mypy: disable-error-code=no-any-return
+# Values of a document are JSON.
+
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any
 
 from asyncpipe.errors import AsyncpipeError, OptionError
 
 __all__ = [
     "FINAL_STATES",
-    "JSON",
     "TAG",
     "TAG_PATTERN",
     "TRANSITIONS",
     "JobRecord",
-    "JobSpec",
-    "JobSpecError",
     "JobState",
     "JobStateError",
     "PriorityClass",
@@ -52,10 +51,6 @@ __all__ = [
     "tidy_cause",
 ]
 
-JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
-"""A JSON value."""
-
-MAX_SPEC_BYTES = 64 * 1024
 MAX_NAME = 200
 MAX_WEIGHT = 1e6
 MAX_CAUSE = 2000
@@ -120,10 +115,6 @@ FINAL_STATES = frozenset({JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
 """Of jobs that have ended; those that can be retried as well."""
 
 
-class JobSpecError(OptionError):
-    """A job's specification is not JSON, or too large; the message says what is allowed."""
-
-
 class JobStateError(AsyncpipeError, RuntimeError):
     """A job's state does not allow a request; the message says what it allows. Nothing was changed.
 
@@ -143,86 +134,12 @@ class JobStateError(AsyncpipeError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class JobSpec:
-    """What was submitted: the fields by which the service orders and finds jobs, and a JSON object with the rest.
-
-    ``entry`` is the registered ``module:factory``; ``document`` has the parameters, pipeline, training and so on, and
-    is validated elsewhere. Raises ``JobSpecError``.
-
-    The specification of a ``JobRecord`` is that of now: what was changed since the submission is changed here.
-    """
-
-    name: str
-    entry: str
-    document: Mapping[str, JSON] = field(default_factory=dict)
-    priority_class: PriorityClass = PriorityClass.FOREGROUND
-    weight: float = 1.0
-    tags: tuple[str, ...] = ()
-    """Words by which the job is found."""
-    deadline: float | None = None
-    """The Unix time at which the job fails unless it has ended."""
-
-    def __post_init__(self) -> None:
-        for what, value in (("name", self.name), ("entry", self.entry)):
-            if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
-                raise JobSpecError(f"a job's {what} is a text of 1 to {MAX_NAME} characters, not {value!r:.100}")
-        if self.priority_class not in list(PriorityClass):
-            known = ", ".join(PriorityClass)
-            raise JobSpecError(f"a job's priority class is one of {known}, not {self.priority_class!r:.100}")
-        if not isinstance(self.document, Mapping):
-            raise JobSpecError(f"a job's document is a JSON object, not {self.document!r:.100}")
-        if not isinstance(self.weight, int | float) or not 0 < self.weight <= MAX_WEIGHT:
-            raise JobSpecError(f"a job's weight is a number above 0, up to {MAX_WEIGHT:g}, not {self.weight!r:.100}")
-        self._check_finding()
-
-    def _check_finding(self) -> None:
-        if not isinstance(self.tags, tuple) or len(self.tags) > MAX_TAGS or not all(map(is_tag, self.tags)):
-            raise JobSpecError(f"a job's tags are up to {MAX_TAGS}, each {TAG}; not {self.tags!r:.200}")
-        if len(set(self.tags)) < len(self.tags):
-            raise JobSpecError(f"a job has each tag once, not {self.tags!r:.200}")
-        if self.deadline is not None and not (
-            isinstance(self.deadline, int | float) and 0 < self.deadline < LAST_DEADLINE
-        ):
-            rule = "a Unix time in seconds before the year 10000"
-            raise JobSpecError(f"a job's deadline is {rule}, not {self.deadline!r:.100}")
-
-    def table(self, name: str) -> dict[str, JSON]:
-        """The table ``name`` of the document; empty if there is none."""
-        table = self.document.get(name)
-        return table if isinstance(table, dict) else {}
-
-    def to_json(self) -> str:
-        """The specification as ASCII text; equal ones have the same text. Raises ``JobSpecError``."""
-        table = {
-            "name": self.name,
-            "entry": self.entry,
-            "document": dict(self.document),
-            "priority_class": str(self.priority_class),
-            "weight": float(self.weight),
-            "tags": list(self.tags),
-            "deadline": self.deadline,
-        }
-        try:
-            text = json.dumps(table, sort_keys=True, allow_nan=False, separators=(",", ":"))
-            # json writes tuples as lists and numeric keys as texts; refuse what would not be read back equal.
-            faithful = json.loads(text) == table
-        except (TypeError, ValueError, RecursionError) as error:
-            raise JobSpecError(f"the specification of job {self.name!r} is not JSON: {error!s:.200}") from error
-        if not faithful:
-            rule = "use dicts with texts as keys, lists, texts, finite numbers, true, false and null"
-            raise JobSpecError(f"the specification of job {self.name!r} would not come back from JSON as it is; {rule}")
-        if len(text) > MAX_SPEC_BYTES:
-            limit = f"{len(text)} bytes as JSON; {MAX_SPEC_BYTES} are allowed"
-            raise JobSpecError(f"the specification of job {self.name!r} takes {limit}")
-        return text
-
-
-@dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job as the store knows it. Times are Unix times in seconds."""
+    """A job: what was submitted, and what has become of it. Times are Unix times in seconds."""
 
     id: str
-    spec: JobSpec
+    document: Mapping[str, Any]
+    """The submission as a JSON object, with its defaults and with later changes; ``Submission`` has checked it."""
     state: JobState
     cause: str
     """Why it is in this state."""
@@ -242,20 +159,69 @@ class JobRecord:
     crashes: int = 0
     """How often the service died unasked while it ran, since its last snapshot or retry."""
     forked_from: str | None = None
-    """The id of the job of which it is a copy; that one may be gone."""
+    """The id of the job of which it is a copy; that job may have been deleted."""
     from_step: int | None = None
-    """The step of the snapshot that its next run goes on from, if that was said."""
+    """The step of the snapshot that its next run goes on from, if a retry has named one."""
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """The table ``name`` of the document; empty if there is none."""
+        table = self.document.get(name)
+        return table if isinstance(table, dict) else {}
 
     @property
-    def schedule(self) -> str | None:
-        """The schedule of its next step, if it names one."""
-        schedule = self.spec.table("pipeline").get("schedule")
-        return schedule if isinstance(schedule, str) else None
+    def name(self) -> str:
+        """Its name for people and in metrics; several jobs may have the same."""
+        return str(self.document["name"])
+
+    @property
+    def entry(self) -> str:
+        """The registered ``module:factory``."""
+        return str(self.document["entry"])
+
+    @property
+    def priority_class(self) -> PriorityClass:
+        """Whether it has a share of its devices, or what others leave."""
+        return PriorityClass(self.document.get("priority_class", PriorityClass.FOREGROUND))
 
     @property
     def is_background(self) -> bool:
         """Whether the job has only the device time that others leave idle."""
-        return self.spec.priority_class is PriorityClass.BACKGROUND
+        return self.priority_class is PriorityClass.BACKGROUND
+
+    @property
+    def weight(self) -> float:
+        """Its share of the devices' time, relative to other foreground jobs."""
+        return self.document.get("weight", 1.0)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Words by which the job is found."""
+        return tuple(self.document.get("tags", ()))
+
+    @property
+    def deadline(self) -> float | None:
+        """The Unix time at which the job fails unless it has ended."""
+        return self.document.get("deadline")
+
+    @property
+    def memory(self) -> int | None:
+        """The bytes that the job declares to need on each of its devices."""
+        return self.document.get("memory")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """As they were submitted, a device once for each time that it is named."""
+        return tuple(self.table("pipeline").get("devices", ()))
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule of its next step, if it names one."""
+        return self.table("pipeline").get("schedule")
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps it has in all."""
+        return self.table("training").get("steps")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from asyncpipe.observe.live import LiveView
@@ -37,9 +37,13 @@ from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.database import STORE
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobStore
-from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.service.submission.submission import Submission, check_submission
+from asyncpipe.service.submission.submission import (
+    Submission,
+    changed_document,
+    check_amendment,
+    check_submission,
+)
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["JobEvent", "LossRow", "ServiceDrainingError", "ServiceStatus", "TrainingService"]
@@ -177,8 +181,8 @@ class TrainingService(JobReading):
         manager = self.manager
         if manager.shutdown is not None:
             raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
-        spec = check_submission(submission, self.settings, self.entries)
-        return await self.loop.do(manager.jobs.submit(spec, idempotency_key))
+        document = check_submission(submission, self.settings, self.entries)
+        return await self.loop.do(manager.jobs.submit(document, idempotency_key))
 
     async def pause(self, job: str, cause: str = "asked to pause") -> JobRecord:
         """The job, paused; or running and asked to pause after its step, with a snapshot."""
@@ -205,11 +209,11 @@ class TrainingService(JobReading):
         dotted keys, as ``{"training.learning_rate": 1e-4}``. Raises ``JobStateError``, ``SubmissionError`` for wrong
         changes, ``OptionError`` where there is no such snapshot, ``QueueFullError``.
         """
-        manager, spec = self.manager, None
+        manager, document = self.manager, None
         if changes:
             fixed = ("entry", "name")  # A snapshot knows whose it is.
-            spec = changed_spec(await self.get(job), changes, self.settings, self.entries, fixed=fixed)
-        return await self.loop.do(manager.ended.retry(job, cause, from_step, spec))
+            document = changed_document(await self.get(job), changes, self.settings, self.entries, fixed=fixed)
+        return await self.loop.do(manager.ended.retry(job, cause, from_step, document))
 
     async def fork(self, job: str, from_step: int | None = None, changes: Mapping[str, Any] | None = None) -> JobRecord:
         """A new job that goes on from a copy of a snapshot of ``job``, as ``retry`` would, with ``changes``.
@@ -218,8 +222,8 @@ class TrainingService(JobReading):
         """
         manager = self.manager
         record = await self.get(job)
-        spec = changed_spec(record, changes or {}, self.settings, self.entries, fixed=("entry",))
-        return await self.loop.do(manager.ended.fork(job, replace(spec, deadline=None), from_step))
+        document = changed_document(record, changes or {}, self.settings, self.entries, fixed=("entry",))
+        return await self.loop.do(manager.ended.fork(job, document | {"deadline": None}, from_step))
 
     async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
         """Delete a job that has ended, with all that it has on disk; what it was, and what it had.
@@ -243,10 +247,11 @@ class TrainingService(JobReading):
         """The job with another priority class, weight or other tags; what is ``None`` stays.
 
         A running job has its new share of the devices from its next step on, or, where its stages are in worker
-        processes or it has a process of its own, from its next run on. Raises ``JobSpecError`` for wrong values.
+        processes or it has a process of its own, from its next run on. Raises ``SubmissionError`` for wrong values.
         """
-        change = self.manager.jobs.amend(job, priority_class=priority_class, weight=weight, tags=tags)
-        return await self.loop.do(change)
+        tags = None if tags is None else list(tags)
+        changes = check_amendment(priority_class=priority_class, weight=weight, tags=tags)
+        return await self.loop.do(self.manager.jobs.amend(job, **changes))
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         """The job, which follows ``schedule`` from its next step on, also after a restart.

@@ -32,9 +32,13 @@ from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobFilter, JobStore, make_id
-from asyncpipe.service.submission.changes import changed_spec
 from asyncpipe.service.submission.entries import Entries
-from asyncpipe.service.submission.submission import check_new_schedule, check_submission
+from asyncpipe.service.submission.submission import (
+    changed_document,
+    check_amendment,
+    check_new_schedule,
+    check_submission,
+)
 from asyncpipe.service.training_service import ServiceDrainingError, ServiceStatus, TrainingService
 from asyncpipe.train.workload import Workload
 
@@ -100,7 +104,7 @@ class FakeService:
 
     async def amend(self, job: str, **changes: Any) -> JobRecord:
         self._check()
-        return await self.store.amend(job, **changes)
+        return await self.store.amend(job, **check_amendment(**changes))
 
     async def pause(self, job: str, cause: str = "") -> JobRecord:
         if job in self.busy:
@@ -118,14 +122,14 @@ class FakeService:
     async def retry(self, job: str, from_step: int | None = None, changes: Any = None, cause: str = "") -> JobRecord:
         record = await self.get(job)
         if changes:
-            changed_spec(record, changes, self.settings, self.entries, fixed=("entry", "name"))
+            changed_document(record, changes, self.settings, self.entries, fixed=("entry", "name"))
         if record.state not in FINAL_STATES:
             raise JobStateError(job, record.state, "be retried")
         return await self.become(job, JobState.QUEUED, "retried")
 
     async def fork(self, job: str, from_step: int | None = None, changes: Any = None) -> JobRecord:
         record = await self.get(job)
-        spec = changed_spec(record, changes or {}, self.settings, self.entries, fixed=("entry",))
+        spec = changed_document(record, changes or {}, self.settings, self.entries, fixed=("entry",))
         return await self.store.fork(make_id(time.time()), spec, job, 0)
 
     async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
@@ -146,7 +150,7 @@ class FakeService:
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:
         self._check()
         record = await self.store.get(job)
-        check_new_schedule(record.spec, schedule)
+        check_new_schedule(record, schedule)
         return record
 
     async def get(self, job: str) -> JobRecord:
@@ -176,7 +180,7 @@ class FakeService:
         return await self.store.count(), await self.store.newest_change()
 
     async def past_view(self, job: str) -> LiveView:
-        return PastView((await self.store.get(job)).spec.name, 100, {})
+        return PastView((await self.store.get(job)).name, 100, {})
 
     async def spread_losses(self, job: str, points: int) -> Sequence[LossRow]:
         rows = self.rows.get(job, [])

@@ -166,8 +166,8 @@ class Service:
         return self.manager.jobs
 
     async def submit(self, name: str = "job", **changed: Any) -> JobRecord:
-        spec = check_submission(submission(name, **changed), self.manager.settings, self.entries)
-        return (await self.control.submit(spec, None))[0]
+        document = check_submission(submission(name, **changed), self.manager.settings, self.entries)
+        return (await self.control.submit(document, None))[0]
 
     async def running(self, name: str = "job", **changed: Any) -> JobRecord:
         """A new job whose training was made."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
+from typing import Any
 
-from asyncpipe.service.job_states import TRANSITIONS, JobRecord, JobSpec, JobState, Transition
+from asyncpipe.service.job_states import TRANSITIONS, JobRecord, JobState, Transition
 from asyncpipe.service.store.job_store import JobStore
 
 __all__ = [
@@ -24,7 +25,8 @@ __all__ = [
     "ticking",
 ]
 
-SPEC = JobSpec("job", "package.module:factory", {"parameters": {"width": 16}, "devices": ["cpu", "cpu"]})
+SPEC: dict[str, Any] = {"name": "job", "entry": "package.module:factory", "parameters": {"width": 16}, "tags": []}
+"""The document of a job."""
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
 LEGAL = {
@@ -51,7 +53,7 @@ def numbered() -> Callable[[float], str]:
     return lambda at: f"job-{next(numbers)}"
 
 
-async def submitted(store: JobStore, spec: JobSpec, key: str | None = None) -> JobRecord:
+async def submitted(store: JobStore, spec: Mapping[str, Any], key: str | None = None) -> JobRecord:
     """The job that ``store`` adds, or has added before for the same key."""
     return (await store.add(spec, key))[0]
 

@@ -10,15 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
-from asyncpipe.service.job_states import (
-    MAX_TAGS,
-    MAX_WEIGHT,
-    TAG,
-    TAG_PATTERN,
-    JobRecord,
-    JobState,
-    PriorityClass,
-)
+from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.jobs.artifacts import Artifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.outlook import Outlook
@@ -99,6 +91,7 @@ class JobSummary(_ResponseModel):
     left_seconds: FiniteNumber = Field(description="Until a running job is done, at this speed.")
     tags: list[str]
     deadline: Time | None = Field(description="When it fails unless it has ended.")
+    memory: int | None = Field(description="The bytes that it declares to need on each of its devices.")
     crashes: int = Field(
         ge=0, description="How often the service died unasked while it ran, since its last snapshot or retry."
     )
@@ -113,7 +106,7 @@ class JobDetails(JobSummary):
     @classmethod
     def of_record(cls, record: JobRecord, outlook: Outlook) -> JobDetails:
         """The response for one job."""
-        return cls(**_summary(record, outlook, 2000), document=dict(record.spec.document))
+        return cls(**_summary(record, outlook, 2000), document=_tables(record))
 
 
 class JobsAnswer(_ResponseModel):
@@ -129,20 +122,24 @@ class JobsAnswer(_ResponseModel):
         return cls(jobs=jobs, next=jobs[-1].id if len(jobs) >= limit else None)
 
 
+def _tables(record: JobRecord) -> dict[str, Any]:
+    """The tables that were submitted; the summary has the other values."""
+    return {key: value for key, value in record.document.items() if isinstance(value, dict)}
+
+
 def _summary(record: JobRecord, outlook: Outlook, longest: int) -> dict[str, Any]:
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
-    of_record = ("id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from")
-    of_spec = ("name", "entry", "priority_class", "weight", "deadline")
-    snapshot, devices = record.snapshot, record.spec.table("pipeline").get("devices")
+    of_record = (
+        "id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from", "name", "entry",
+        "priority_class", "weight", "deadline", "memory", "schedule", "steps",
+    )  # fmt: skip
+    snapshot = record.snapshot
     return {
         **{each.name: getattr(outlook, each.name) for each in fields(outlook)},
-        "devices": [str(device) for device in devices] if isinstance(devices, list) else [],
         **{name: getattr(record, name) for name in of_record},
-        **{name: getattr(record.spec, name) for name in of_spec},
-        "tags": list(record.spec.tags),
+        "devices": list(record.devices),
+        "tags": list(record.tags),
         "cause": record.cause[:longest],
-        "schedule": record.schedule,
-        "steps": record.spec.table("training").get("steps"),
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
     }
 
@@ -235,29 +232,6 @@ class DeletedAnswer(_ResponseModel):
     files: int
     bytes: int
     snapshots: list[int] = Field(description="Their steps.")
-
-
-class AmendRequest(BaseModel):
-    """What of a job is to change; what is left out stays."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    priority_class: PriorityClass | None = Field(
-        default=None, strict=False, description=f"must be one of {', '.join(PriorityClass)}"
-    )
-    weight: float | None = Field(
-        default=None,
-        gt=0,
-        le=MAX_WEIGHT,
-        allow_inf_nan=False,
-        description=f"must be a number above 0, up to {MAX_WEIGHT:g}",
-    )
-    tags: list[Annotated[str, Field(pattern=f"^{TAG_PATTERN}$", description=f"must be {TAG}")]] | None = Field(
-        default=None,
-        max_length=MAX_TAGS,
-        json_schema_extra={"uniqueItems": True},
-        description=f"must be a list of up to {MAX_TAGS} tags, each {TAG}",
-    )
 
 
 class CandidateAnswer(_ResponseModel):

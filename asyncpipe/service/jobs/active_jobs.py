@@ -19,12 +19,13 @@ manager makes the transition when the run has ended::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 from weakref import WeakValueDictionary
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError, PriorityClass
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
 from asyncpipe.service.jobs.job_lines import log_change, log_recovered
 from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_queue import JobQueue
@@ -137,7 +138,7 @@ class ActiveJobs:
             self.running.pop(record.id, None)
         if record.state in FINAL_STATES:
             self.failures.pop(record.id, None)
-        if record.spec.deadline is not None:
+        if record.deadline is not None:
             self.timed.set()
         self.changed.set()
 
@@ -160,9 +161,9 @@ class ActiveJobs:
 
     # Requests of clients
 
-    async def submit(self, spec: JobSpec, idempotency_key: str | None) -> tuple[JobRecord, bool]:
+    async def submit(self, document: Mapping[str, Any], idempotency_key: str | None) -> tuple[JobRecord, bool]:
         """The job, and whether it is new. Raises as ``JobStore.add``."""
-        record, new = await self.store.add(spec, idempotency_key, most_queued=self._most_queued)
+        record, new = await self.store.add(document, idempotency_key, most_queued=self._most_queued)
         if new:
             self.follow(None, record)
         return record, new
@@ -196,21 +197,13 @@ class ActiveJobs:
                 raise JobStateError(job, record.state, "be resumed, as it has ended")
             return await self.become(record, JobState.QUEUED, cause, self._most_queued)
 
-    async def amend(
-        self,
-        job: str,
-        *,
-        priority_class: PriorityClass | None = None,
-        weight: float | None = None,
-        tags: Collection[str] | None = None,
-    ) -> JobRecord:
-        """The job with another class, weight or other tags; a running one has its new share from its next step on.
+    async def amend(self, job: str, **changes: Any) -> JobRecord:
+        """The job with another class, weight or other tags, which ``check_amendment`` has checked.
 
-        Raises ``JobSpecError`` for values that no job can have. Jobs that have ended may have other tags.
+        A running job has its new share from its next step on. Of a job that has ended, only the tags can change.
         """
         async with self.turn(job):
-            changed = await self.store.amend(job, priority_class=priority_class, weight=weight, tags=tags)
-            record = self._update(changed)
+            record = self._update(await self.store.amend(job, **changes))
             if (run := self.running.get(job)) is not None:
                 run.change_share()
             self.changed.set()
@@ -225,17 +218,17 @@ class ActiveJobs:
         record = await self.store.get(job)
         if record.state in FINAL_STATES:
             raise JobStateError(job, record.state, "change its schedule")
-        check_new_schedule(record.spec, schedule)
+        pipeline = check_new_schedule(record, schedule)
         while True:
             run = self.running.get(job)
             if run is None:
                 async with self.turn(job):
                     if job not in self.running:
-                        return self._update(await self.store.amend(job, schedule=schedule))
-            elif (changed := await self._change_running(run, schedule)) is not None:
+                        return self._update(await self.store.amend(job, pipeline=pipeline))
+            elif (changed := await self._change_running(run, pipeline)) is not None:
                 return changed
 
-    async def _change_running(self, run: JobRun, schedule: str) -> JobRecord | None:
+    async def _change_running(self, run: JobRun, pipeline: Mapping[str, Any]) -> JobRecord | None:
         """The job after its run changed the schedule; ``None`` if the run ended before that was in the store.
 
         The job's turn is not held while the run finishes its step, so the job can be cancelled meanwhile.
@@ -243,12 +236,14 @@ class ActiveJobs:
         job = run.record.id
         async with run.schedule_turn:
             before = run.record.schedule or run.job.pipeline.schedule
-            changed = await run.change_schedule(schedule)  # If not, the run ends; the manager makes its transition.
+            changed = await run.change_schedule(
+                pipeline["schedule"]
+            )  # If not, the run ends; the manager makes its transition.
             async with self.turn(job):
                 if self.running.get(job) is not run:
                     return None
                 try:
-                    return self._update(await self.store.amend(job, schedule=schedule))
+                    return self._update(await self.store.amend(job, pipeline=pipeline))
                 except StoreError:
                     if changed:  # The request failed, so it must have no effect.
                         with suppress(AsyncpipeError):

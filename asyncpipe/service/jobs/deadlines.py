@@ -71,7 +71,7 @@ class Deadlines:
         async with self._jobs.turn(job):
             if (run := self._jobs.running.get(job)) is not None:
                 if run.expired is None:
-                    run.expire(_cause(run.record.spec.deadline))
+                    run.expire(_cause(run.record.deadline))
                     asyncio.get_running_loop().call_later(self._grace_seconds, run.cancel)
                 return
             try:
@@ -79,7 +79,7 @@ class Deadlines:
             except UnknownJobError:  # Deleted meanwhile.
                 return
             if record.state not in FINAL_STATES and record.state is not JobState.RUNNING:
-                await self._jobs.become(record, JobState.FAILED, _cause(record.spec.deadline))
+                await self._jobs.become(record, JobState.FAILED, _cause(record.deadline))
 
 
 def _cause(deadline: float | None) -> str:

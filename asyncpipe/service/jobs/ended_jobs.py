@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from asyncpipe.service.job_states import FINAL_STATES, TRANSITIONS, JobRecord, JobSpec, JobState, JobStateError
+from asyncpipe.service.job_states import FINAL_STATES, TRANSITIONS, JobRecord, JobState, JobStateError
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.job_folder import (
     DELETED,
@@ -45,10 +46,12 @@ class EndedJobs:
         self._most_queued = most_queued
         self._clock = clock
 
-    async def retry(self, job: str, cause: str, from_step: int | None = None, spec: JobSpec | None = None) -> JobRecord:
+    async def retry(
+        self, job: str, cause: str, from_step: int | None = None, document: Mapping[str, Any] | None = None
+    ) -> JobRecord:
         """The job, queued again, to go on from the snapshot of ``from_step`` (default: the newest; 0: anew).
 
-        ``spec`` replaces its specification. Raises ``JobStateError`` for one that has not ended or has finished,
+        ``document`` replaces its own. Raises ``JobStateError`` for one that has not ended or has finished,
         ``OptionError`` where there is no such snapshot, ``QueueFullError``.
         """
         store = self._active.store
@@ -57,12 +60,12 @@ class EndedJobs:
             if before.state not in FINAL_STATES or JobState.QUEUED not in TRANSITIONS[before.state]:
                 raise JobStateError(job, before.state, "be retried")
             await self._check_step(before, from_step)
-            after = await store.retry(job, cause, from_step, spec, most_queued=self._most_queued)
+            after = await store.retry(job, cause, from_step, document, most_queued=self._most_queued)
             self._active.follow(before.state, after)
             return after
 
-    async def fork(self, job: str, spec: JobSpec, from_step: int | None = None) -> JobRecord:
-        """A new job with ``spec``, queued, which goes on from a copy of a snapshot of ``job``, whatever state that has.
+    async def fork(self, job: str, document: Mapping[str, Any], from_step: int | None = None) -> JobRecord:
+        """A new job with ``document``, queued, which goes on from a copy of a snapshot of ``job``, in whatever state.
 
         ``from_step`` as for ``retry``. Raises ``OptionError`` where there is no such snapshot, ``QueueFullError``.
         """
@@ -74,11 +77,11 @@ class EndedJobs:
 
         def make() -> int:
             with folder_errors(job, "copied"):
-                return copy_job(self._folder / job, copy, from_step, spec.name)
+                return copy_job(self._folder / job, copy, from_step, str(document["name"]))
 
         try:
             step = await in_thread(make)
-            record = await store.fork(new, spec, job, step, most_queued=self._most_queued)
+            record = await store.fork(new, document, job, step, most_queued=self._most_queued)
         except BaseException:
             await in_thread(lambda: shutil.rmtree(copy, ignore_errors=True))
             raise

@@ -50,7 +50,7 @@ def _event(before: JobState | None, record: JobRecord, *, is_retry: bool) -> tup
     at = f" at step {record.step}" if record.step else ""
     match record.state:
         case JobState.QUEUED if before is None:
-            return "submitted", f"is submitted, for {record.spec.entry}"
+            return "submitted", f"is submitted, for {record.entry}"
         case JobState.QUEUED if is_retry:
             return "retry", f"has failed in attempt {record.attempts}"
         case JobState.QUEUED if before in FINAL_STATES:
@@ -74,7 +74,7 @@ def _from(record: JobRecord, separator: str = " ") -> str:
 def _log(level: int, record: JobRecord, event: str, text: str) -> None:
     more = {
         "job": record.id,
-        "job_name": record.spec.name,
+        "job_name": record.name,
         "event": event,
         "state": str(record.state),
         "attempt": record.attempts,
@@ -83,4 +83,4 @@ def _log(level: int, record: JobRecord, event: str, text: str) -> None:
         "cause": record.cause,
     }
     # A line is a line, whatever a job's code has raised.
-    _logger.log(level, "job %s (%s) %s", record.id, record.spec.name, " ".join(text.split()), extra=more)
+    _logger.log(level, "job %s (%s) %s", record.id, record.name, " ".join(text.split()), extra=more)

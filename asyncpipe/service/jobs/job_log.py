@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord
-from asyncpipe.service.store.job_records import JobEvent, LossRow, NewEvent, event_data
+from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.train.blocking_calls import in_thread
 
@@ -66,7 +66,7 @@ class JobLog:
         self._trouble = trouble
         self._clock = clock
         self._losses: deque[LossRow] = deque(maxlen=MOST_PENDING)
-        self._events: deque[NewEvent] = deque(maxlen=MOST_PENDING)
+        self._events: deque[JobEvent] = deque(maxlen=MOST_PENDING)
         self._told = 0
         """How many of these the store has refused, so that followers were told at once."""
         self._is_over = record.state in FINAL_STATES
@@ -107,11 +107,11 @@ class JobLog:
     def note(self, level: int, text: str) -> None:
         """Log a text, with a level of ``logging``."""
         tidy = text.encode("utf-8", "backslashreplace").decode()
-        self._add(NewEvent(self._clock(), "note", level, tidy[:MAX_TEXT]))
+        self._add(JobEvent(0, self._clock(), "note", {"level": level, "text": tidy[:MAX_TEXT]}))
 
     def snapshot(self, step: int, name: str) -> None:
         """Log a snapshot that is on disk and in the store."""
-        self._add(NewEvent(self._clock(), "snapshot", step, name))
+        self._add(JobEvent(0, self._clock(), "snapshot", {"step": step, "name": name}))
 
     def step(self, row: LossRow) -> None:
         """Log a step; rows of the same and of later steps give way."""
@@ -123,7 +123,7 @@ class JobLog:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._due.set)
 
-    def _add(self, event: NewEvent) -> None:
+    def _add(self, event: JobEvent) -> None:
         self._events.append(event)
         self._due.set()
 
@@ -174,11 +174,11 @@ class JobLog:
                 self.written += 1
                 self._wake()
 
-    def _tell(self, events: Sequence[NewEvent]) -> None:
+    def _tell(self, events: Sequence[JobEvent]) -> None:
         """Tell followers of events that are not in the store yet; they get them again when they are."""
         for event in events:
             self._wake()
-            self.live.append((self.version, JobEvent(0, event.at, event.kind, event_data(event))))
+            self.live.append((self.version, event))
 
     # Followers
 

@@ -22,7 +22,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import TypeAlias
+
+from asyncpipe.core.predict.memory import format_bytes
 
 __all__ = ["LOOK_AHEAD", "Candidate", "JobQueue", "QueueAction", "QueueDecision", "decisions", "why_behind"]
 
@@ -71,6 +74,8 @@ class Candidate:
 
     job: str
     devices: frozenset[str] = frozenset()
+    memory: int = 0
+    """The bytes that it has declared to need on each of them."""
     is_suspect: bool = False
     """Whether it has one attempt left, and has to be alone so that no other job is blamed."""
 
@@ -80,7 +85,7 @@ class QueueAction(Enum):
 
     BEGIN = "begin"
     WAIT = "wait"
-    """It waits for devices, and jobs with other devices need not."""
+    """It waits for devices or their memory, and jobs with other devices need not."""
     HOLD = "hold"
     """It waits, and so do all jobs behind it."""
     FULL = "full"
@@ -97,11 +102,17 @@ class QueueDecision:
 
 
 def decisions(
-    waiting: Iterable[Candidate], running: Iterable[Candidate], max_running: int, *, share_devices: bool
+    waiting: Iterable[Candidate],
+    running: Iterable[Candidate],
+    max_running: int,
+    *,
+    share_devices: bool,
+    limits: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[QueueDecision]:
     """What happens to the ``waiting`` jobs, in their order, as far as they need to be looked at.
 
-    The last decision is the first one that is not ``WAIT``: at most one job begins.
+    ``limits`` are bytes by device, which the declared memory of the jobs there does not exceed together. The last
+    decision is the first one that is not ``WAIT``: at most one job begins.
     """
     running = list(running)
     taken = (
@@ -110,7 +121,7 @@ def decisions(
         else {device: f"job {each.job} has to itself" for each in running for device in each.devices}
     )
     for job in waiting:
-        found = _decide(job, running, taken, max_running)
+        found = _decide(job, running, taken, max_running, limits)
         yield found
         if found.action is not QueueAction.WAIT:
             return
@@ -118,7 +129,9 @@ def decisions(
             taken.setdefault(device, f"job {job.job} before it waits for")
 
 
-def _decide(job: Candidate, running: list[Candidate], taken: Mapping[str, str], max_running: int) -> QueueDecision:
+def _decide(
+    job: Candidate, running: list[Candidate], taken: Mapping[str, str], max_running: int, limits: Mapping[str, int]
+) -> QueueDecision:
     if len(running) >= max_running:
         return QueueDecision(job.job, QueueAction.FULL, f"max_running {max_running} is reached")
     if job.is_suspect and running:
@@ -130,6 +143,11 @@ def _decide(job: Candidate, running: list[Candidate], taken: Mapping[str, str], 
             return QueueDecision(job.job, QueueAction.HOLD, f"waits for job {other.job}, {alone}")
     if busy := sorted(job.devices & taken.keys()):
         return QueueDecision(job.job, QueueAction.WAIT, f"waits for {', '.join(busy)}, which {taken[busy[0]]}")
+    for device in sorted(job.devices & limits.keys()):
+        free = limits[device] - sum(each.memory for each in running if device in each.devices)
+        if job.memory > free:
+            needs = f"needs {format_bytes(job.memory)}, {format_bytes(free)} of {format_bytes(limits[device])} are free"
+            return QueueDecision(job.job, QueueAction.WAIT, f"waits for memory on {device}: {needs}")
     return QueueDecision(job.job, QueueAction.BEGIN, "it is its turn")
 
 

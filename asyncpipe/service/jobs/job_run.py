@@ -364,4 +364,4 @@ class JobRun:
 
 
 def _share_of(record: JobRecord) -> Share:
-    return Share(record.id, weight=record.spec.weight, background=record.is_background)
+    return Share(record.id, weight=record.weight, background=record.is_background)

@@ -67,8 +67,7 @@ def past_view(record: JobRecord, folder: Path, rows: Sequence[LossRow], recent: 
 
     ``rows`` are up to ``MOST`` of its steps, evenly spread, and ``recent`` the last ``RECENT``.
     """
-    steps = record.spec.table("training").get("steps")
-    view = PastView(record.spec.name, steps if isinstance(steps, int) else None, _kept(folder))
+    view = PastView(record.name, record.steps, _kept(folder))
     if recent:
         view.go_on(recent[0].step - 1, steps_of_view(rows))
         for row in recent:

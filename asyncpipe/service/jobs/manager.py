@@ -236,12 +236,12 @@ class Manager:
     def _decisions(self) -> Iterator[QueueDecision]:
         waiting = (self._candidate(self.jobs.queued[job]) for job in self.jobs.queue.first())
         running = (self._candidate(run.record, run.has_snapshot) for run in self.jobs.running.values())
-        return decisions(waiting, running, self.settings.max_running, share_devices=self.settings.share_devices)
+        most, share, limits = self.settings.max_running, self.settings.share_devices, self.settings.memory_limit
+        return decisions(waiting, running, most, share_devices=share, limits=limits)
 
     def _candidate(self, record: JobRecord, has_snapshot: bool = False) -> Candidate:
-        devices = record.spec.table("pipeline").get("devices")
-        names = frozenset(map(str, devices)) if isinstance(devices, list) else frozenset()
-        return Candidate(record.id, names, not has_snapshot and self._is_suspect(record))
+        suspect = not has_snapshot and self._is_suspect(record)
+        return Candidate(record.id, frozenset(record.devices), record.memory or 0, suspect)
 
     def _is_suspect(self, record: JobRecord) -> bool:
         """Whether the service has died so often while it ran that the next time it is quarantined.
@@ -282,8 +282,7 @@ class Manager:
             task.add_done_callback(self._runs.discard)
 
     def _built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
-        job = job_of(record.spec, record, self.settings)
-        return job, self._entries.make(record.spec.entry, record.spec.table("parameters"))
+        return job_of(record, self.settings), self._entries.make(record.entry, record.table("parameters"))
 
     # Running jobs
 
@@ -366,7 +365,7 @@ class Manager:
 
 def _retries_of(record: JobRecord) -> int:
     """How many failures in a row, without a new snapshot, the job may have."""
-    retries = record.spec.table("faults").get("snapshot_retries")
+    retries = record.table("faults").get("snapshot_retries")
     return retries if isinstance(retries, int) else 0
 
 

@@ -81,7 +81,7 @@ class ServiceMetrics(Collector):
             self._transitions[record.state] += 1
             self._failed.pop(record.id, None)
             if record.state in (JobState.FAILED, JobState.QUARANTINED):
-                self._failed[record.id] = record.spec.name, record.state, record.updated
+                self._failed[record.id] = record.name, record.state, record.updated
                 while len(self._failed) > MOST_FAILED:
                     del self._failed[next(iter(self._failed))]
 
@@ -117,7 +117,7 @@ class ServiceMetrics(Collector):
             collector = self._collectors.pop(record.id, None)
             if collector is None:
                 taken = {other.job for other in self._collectors.values()}
-                name = record.spec.name
+                name = record.name
                 collector = PipelineCollector(name if name not in taken else _distinct(name, record.id, taken))
                 self._merged.add(collector)
             self._collectors[record.id] = collector

@@ -56,12 +56,10 @@ def removals(
     """
     ended = [job for job in jobs if job.state in FINAL_STATES]
     newest_first = sorted(ended, key=lambda job: (job.updated, job.id), reverse=True)
-    found = [Removal(job.id, job.spec.name, "job", why) for job, why in _beyond(newest_first, rules.jobs, now)]
+    found = [Removal(job.id, job.name, "job", why) for job, why in _beyond(newest_first, rules.jobs, now)]
     gone = {each.job for each in found}
     left = [job for job in newest_first if job.id not in gone and have_snapshots(job.id)]
-    return found + [
-        Removal(job.id, job.spec.name, "snapshots", why) for job, why in _beyond(left, rules.snapshots, now)
-    ]
+    return found + [Removal(job.id, job.name, "snapshots", why) for job, why in _beyond(left, rules.snapshots, now)]
 
 
 def _beyond(newest_first: Sequence[JobRecord], rule: RetentionRule, now: float) -> Iterable[tuple[JobRecord, str]]:

@@ -21,7 +21,7 @@ A complete file::
     fixed = { max_bytes = 200_000 }     # clients cannot set this one
 
     [memory_limit]
-    "cuda:0" = "70 GiB"                 # of each job's process, with isolation = "process"
+    "cuda:0" = "70 GiB"                 # for the declared memory of all jobs there
 
 Paths are relative to the working directory. Importing this module reads nothing; constructing ``ServiceSettings`` reads
 the environment, the file and the token's file, and changes nothing.
@@ -121,7 +121,7 @@ class ServiceSettings(FolderSettings):
     max_queued: types.PositiveInteger = 1000
     """the most jobs that wait, beyond which jobs are refused; must be an integer of at least 1"""
     memory_limit: types.MemoryLimit = {}
-    """bytes of a GPU that each job's process may have; must be a table of bytes by device, as cuda:0=70GiB"""
+    """bytes of a device for the declared memory of all its jobs; must be a table of bytes by device, as cuda:0=70GiB"""
     share_devices: bool = True
     """whether jobs share a device at a time, or each waits until its devices are free; must be true or false"""
     isolation: Literal["thread", "process"] | None = None
@@ -212,9 +212,8 @@ class ServiceSettings(FolderSettings):
         if self.isolation == "process" and self.workers in ("ray", "torchrun"):
             rule = f"of workers = {self.workers!r} has one controller, which is the service: run jobs on threads of it"
             raise ValueError(f'isolation: "process": the cluster {rule}')
-        for key, limit in (("job_memory", self.job_memory), ("memory_limit", self.memory_limit)):
-            if limit and not self.is_isolated:
-                raise ValueError(f'{key}: holds for a process: set isolation = "process", or leave it out')
+        if self.job_memory and not self.is_isolated:
+            raise ValueError('job_memory: holds for a process: set isolation = "process", or leave it out')
         return self
 
     @property

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.job_states import MAX_NAME, JobRecord, JobSpec, JobState, PriorityClass, is_tag
+from asyncpipe.service.job_states import MAX_NAME, JobRecord, JobState, is_tag
 from asyncpipe.service.store.store_errors import MOST_CANDIDATES, AmbiguousJobError, JobCandidate, UnknownJobError
 
 __all__ = ["JobFilter", "every_job", "find_job", "is_text", "list_jobs", "number_of", "resolve_job"]
 
-_OF_RECORD = (
-    "id", "state", "cause", "submitted", "updated", "attempts", "step", "snapshot", "asked", "asked_cause", "crashes",
-    "forked_from", "from_step",
+_COLUMNS = (
+    "id", "document", "state", "cause", "submitted", "updated", "attempts", "step", "snapshot", "asked", "asked_cause",
+    "crashes", "forked_from", "from_step",
 )  # fmt: skip
-_SELECT = f"""SELECT {", ".join(_OF_RECORD)}, name, entry, document, priority_class, weight, tags, deadline
-FROM jobs JOIN documents ON documents.job = jobs.number"""  # noqa: S608 - no input
+_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM jobs"  # noqa: S608 - no input
 _SEARCHED = ("name", "entry", "id", "cause", "tags")
 
 
@@ -51,17 +50,17 @@ class JobFilter:
             raise OptionError(f"a list's time is a Unix time in seconds, not {self.since!r:.100}")
 
 
-def find_job(connection: sqlite3.Connection, job: str) -> JobRecord:
+def find_job(db: sqlite3.Connection, job: str) -> JobRecord:
     """The job of this id. Raises ``UnknownJobError``."""
-    row = connection.execute(f"{_SELECT} WHERE id = ?", (job,)).fetchone()
+    row = db.execute(f"{_SELECT} WHERE id = ?", (job,)).fetchone()
     if row is None:
         raise UnknownJobError(job)
     return _record(row)
 
 
-def number_of(connection: sqlite3.Connection, job: str) -> int:
+def number_of(db: sqlite3.Connection, job: str) -> int:
     """The number of the job of this id. Raises ``UnknownJobError``."""
-    row = connection.execute("SELECT number FROM jobs WHERE id = ?", (job,)).fetchone()
+    row = db.execute("SELECT number FROM jobs WHERE id = ?", (job,)).fetchone()
     if row is None:
         raise UnknownJobError(job)
     number: int = row[0]
@@ -69,7 +68,7 @@ def number_of(connection: sqlite3.Connection, job: str) -> int:
 
 
 def list_jobs(
-    connection: sqlite3.Connection, wanted: JobFilter, limit: int, after: str | None, *, newest_first: bool
+    db: sqlite3.Connection, wanted: JobFilter, limit: int, after: str | None, *, newest_first: bool
 ) -> tuple[JobRecord, ...]:
     """At most ``limit`` of the ``wanted`` jobs that follow job ``after`` in the list.
 
@@ -80,7 +79,7 @@ def list_jobs(
     conditions, given = _conditions(wanted)
     if after is not None:
         conditions.append(f"number {follows} ?")
-        given.append(number_of(connection, after))
+        given.append(number_of(db, after))
     parts, values = [], list[Any]()
     for state in [None] if wanted.states is None else sorted(wanted.states):
         of_state = [] if state is None else ["state = ?"]
@@ -88,7 +87,7 @@ def list_jobs(
         parts.append(f"SELECT * FROM (SELECT number FROM jobs WHERE {where} ORDER BY number {order} LIMIT ?)")  # noqa: S608 - no input
         values += [*([] if state is None else [state]), *given, limit]
     chosen = " UNION ALL ".join(parts) or "NULL"
-    rows = connection.execute(f"{_SELECT} WHERE number IN ({chosen}) ORDER BY number {order} LIMIT ?", (*values, limit))
+    rows = db.execute(f"{_SELECT} WHERE number IN ({chosen}) ORDER BY number {order} LIMIT ?", (*values, limit))
     return tuple(map(_record, rows.fetchall()))
 
 
@@ -107,19 +106,19 @@ def _conditions(wanted: JobFilter) -> tuple[list[str], list[Any]]:
     return [clause for clause, _ in found], [value for _, values in found for value in values]
 
 
-def every_job(connection: sqlite3.Connection) -> tuple[JobRecord, ...]:
+def every_job(db: sqlite3.Connection) -> tuple[JobRecord, ...]:
     """All jobs, oldest first."""
-    return tuple(map(_record, connection.execute(f"{_SELECT} ORDER BY number").fetchall()))
+    return tuple(map(_record, db.execute(f"{_SELECT} ORDER BY number").fetchall()))
 
 
-def resolve_job(connection: sqlite3.Connection, text: str) -> str:
+def resolve_job(db: sqlite3.Connection, text: str) -> str:
     """The id of the job that ``text`` means: its id, the unique beginning of its id, or its name if no other has it.
 
     Raises ``UnknownJobError``, and ``AmbiguousJobError`` with the newest of the jobs that it may mean.
     """
-    if connection.execute("SELECT id FROM jobs WHERE id = ?", (text,)).fetchone() is not None:
+    if db.execute("SELECT id FROM jobs WHERE id = ?", (text,)).fetchone() is not None:
         return text
-    rows = connection.execute(
+    rows = db.execute(
         "SELECT id, name, state FROM jobs WHERE number IN ("
         "SELECT number FROM jobs WHERE name = ? UNION SELECT number FROM jobs WHERE id >= ? AND id < ?"
         ") ORDER BY number DESC LIMIT ?",
@@ -142,14 +141,10 @@ def is_text(text: object) -> bool:
 
 
 def _record(row: tuple[Any, ...]) -> JobRecord:
-    values = dict(zip(_OF_RECORD, row, strict=False))
+    values = dict(zip(_COLUMNS, row, strict=True))
     try:
-        name, entry, document, priority_class, weight, tags, deadline = row[len(_OF_RECORD) :]
-        values["spec"] = JobSpec(
-            name, entry, json.loads(document), PriorityClass(priority_class), weight, tuple(json.loads(tags)), deadline
-        )
-        values["state"] = JobState(values["state"])
-        values["asked"] = None if values["asked"] is None else JobState(values["asked"])
-        return JobRecord(**values)
+        asked = values["asked"] and JobState(values["asked"])
+        known = {"document": json.loads(values["document"]), "state": JobState(values["state"]), "asked": asked}
+        return JobRecord(**{**values, **known})
     except ValueError as error:
         raise sqlite3.DataError(f"job {row[0]}: {error}") from error

@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,6 @@ from asyncpipe.service.job_states import (
     FINAL_STATES,
     IDEMPOTENCY_KEY,
     JobRecord,
-    JobSpec,
     JobState,
     JobStateError,
     PriorityClass,
@@ -37,7 +36,7 @@ from asyncpipe.service.store import job_records
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.finding import JobFilter, every_job, find_job, is_text, list_jobs, number_of, resolve_job
-from asyncpipe.service.store.job_records import JobEvent, LossRow, NewEvent
+from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.store_errors import (
     AmbiguousJobError,
     IdempotencyConflictError,
@@ -74,6 +73,10 @@ ALL_JOBS = JobFilter()
 NOT_RESUMED = "the service was started so that nothing goes on by itself: resume the job"
 RECOVERED = "the service was restarted"
 
+_CHANGING = (
+    "state", "cause", "updated", "attempts", "step", "snapshot", "asked", "asked_cause", "crashes", "from_step",
+)  # fmt: skip
+"""Columns that change, beside the document."""
 _GOING_ON = f"state IN ('{JobState.QUEUED}', '{JobState.RUNNING}', '{JobState.PAUSED}')"
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 """Crockford's base 32: without letters that look like digits; sorted as text they are in the order of their values."""
@@ -137,15 +140,14 @@ class JobStore:
     # Changing
 
     async def add(
-        self, spec: JobSpec, idempotency_key: str | None = None, *, most_queued: int | None = None
+        self, document: Mapping[str, Any], idempotency_key: str | None = None, *, most_queued: int | None = None
     ) -> tuple[JobRecord, bool]:
-        """The new job, queued, and true; or the job that the same key and specification created before, and false.
+        """The new job with the checked ``document``, queued, and true; or the job of the same key, and false.
 
-        Raises ``JobSpecError``, ``OptionError`` (the key), ``IdempotencyConflictError`` where the key was used with
-        another specification, ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already, and
-        ``PastDeadlineError``.
+        Raises ``OptionError`` (the key), ``IdempotencyConflictError`` where the key was used with another document,
+        ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already, and ``PastDeadlineError``.
         """
-        digest = sha256(spec.to_json().encode()).hexdigest()
+        digest = sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):
             raise OptionError(f"an idempotency key is {IDEMPOTENCY_KEY}")
 
@@ -156,30 +158,28 @@ class JobStore:
                     raise IdempotencyConflictError(idempotency_key, row[0])
                 if row is not None:
                     return find_job(db, row[0]), False
-            at = self._clock()
-            if spec.deadline is not None and spec.deadline <= at:
-                raise PastDeadlineError(spec.deadline)
-            _check_room(db, most_queued)
-            job = self._make_id(at)
-            _insert(db, job, spec, at, "submitted", idempotency_key=idempotency_key, digest=digest)
+            at, deadline = self._clock(), document.get("deadline")
+            if deadline is not None and deadline <= at:
+                raise PastDeadlineError(deadline)
+            job, more = self._make_id(at), {"idempotency_key": idempotency_key, "digest": digest}
+            _insert(db, job, document, at, "submitted", most_queued, **more)
             return find_job(db, job), True
 
         return await self._thread.run(change)
 
     async def fork(
-        self, job: str, spec: JobSpec, origin: str, step: int, *, most_queued: int | None = None
+        self, job: str, document: Mapping[str, Any], origin: str, step: int, *, most_queued: int | None = None
     ) -> JobRecord:
-        """The new ``job`` with ``spec``, queued; its folder has a copy of the snapshot of ``origin`` after ``step``.
+        """The new ``job``, queued, whose folder has a copy of the snapshot of ``origin`` after ``step``.
 
         It has the losses of ``origin`` until there; a step of 0 is the beginning. Raises ``QueueFullError``.
         """
         cause = f"forked from {origin}" + (f" after step {step}" if step else "")
+        more = {"forked_from": origin, "step": step, "snapshot": f"step-{step}" if step else None}
 
         def change(db: sqlite3.Connection) -> JobRecord:
-            _check_room(db, most_queued)
-            snapshot = f"step-{step}" if step else None
-            _insert(db, job, spec, self._clock(), cause, forked_from=origin, step=step, snapshot=snapshot)
-            job_records.copy_losses(db, origin, job, step)
+            number = _insert(db, job, document, self._clock(), cause, most_queued, **more)
+            job_records.copy_losses(db, origin, number, step)
             return find_job(db, job)
 
         return await self._thread.run(change)
@@ -215,11 +215,11 @@ class JobStore:
         job: str,
         cause: str,
         from_step: int | None = None,
-        spec: JobSpec | None = None,
+        document: Mapping[str, Any] | None = None,
         *,
         most_queued: int | None = None,
     ) -> JobRecord:
-        """``job``, which has ended, queued again: from the snapshot of ``from_step``, and as ``spec`` if it is given.
+        """``job``, which has ended, queued again: from the snapshot of ``from_step``, and with another ``document``.
 
         Raises ``JobStateError``, ``QueueFullError``.
         """
@@ -230,15 +230,11 @@ class JobStore:
                 raise JobStateError(job, record.state, "be retried, since it has not ended")
             check_transition(job, record.state, JobState.QUEUED)
             _check_room(db, most_queued)
-            if spec is not None:
-                _replace_spec(db, job, spec)
+            changes: dict[str, Any] = {} if document is None else {"document": document}
             if from_step is not None:
                 snapshot = f"step-{from_step}" if from_step else None
-                db.execute(
-                    "UPDATE jobs SET from_step = ?, step = ?, snapshot = ? WHERE id = ?",
-                    (from_step, from_step, snapshot, job),
-                )
-            return _transition(db, record, JobState.QUEUED, self._clock(), tidy_cause(cause))
+                changes |= {"from_step": from_step, "step": from_step, "snapshot": snapshot}
+            return _transition(db, replace(record, **changes), JobState.QUEUED, self._clock(), tidy_cause(cause))
 
         return await self._about(job, change)
 
@@ -254,42 +250,23 @@ class JobStore:
         def change(db: sqlite3.Connection) -> JobRecord:
             record = find_job(db, job)
             check_asking(job, record.state, record.asked, to)
-            if to is not record.asked:
-                db.execute(
-                    "UPDATE jobs SET asked = ?, asked_cause = ?, updated = ? WHERE id = ?",
-                    (to, None if to is None else cause, self._clock(), job),
-                )
-            return find_job(db, job)
+            if to is record.asked:
+                return record
+            return _update(db, replace(record, asked=to, asked_cause=to and cause, updated=self._clock()))
 
         return await self._about(job, change)
 
-    async def amend(
-        self,
-        job: str,
-        *,
-        schedule: str | None = None,
-        priority_class: PriorityClass | None = None,
-        weight: float | None = None,
-        tags: Collection[str] | None = None,
-    ) -> JobRecord:
-        """``job`` with another schedule, priority class, weight or other tags; what is ``None`` stays.
+    async def amend(self, job: str, **changes: Any) -> JobRecord:
+        """``job`` with other values at the top of its document. The caller has checked them.
 
-        The caller has checked that the job can follow the schedule. Raises ``JobSpecError`` for other values that no
-        job can have, and ``JobStateError`` for a job that has ended, of which only the tags can change.
+        Raises ``JobStateError`` for a job that has ended, of which only the tags can change.
         """
-        new = {"priority_class": priority_class, "weight": weight, "tags": None if tags is None else tuple(tags)}
-        given: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
 
         def change(db: sqlite3.Connection) -> JobRecord:
             record = find_job(db, job)
-            if record.state in FINAL_STATES and (schedule, priority_class, weight) != (None, None, None):
+            if record.state in FINAL_STATES and changes.keys() - {"tags"}:
                 raise JobStateError(job, record.state, "change its schedule, priority class or weight")
-            if schedule is not None:
-                pipeline = {**record.spec.table("pipeline"), "schedule": schedule}
-                given["document"] = {**record.spec.document, "pipeline": pipeline}
-            _replace_spec(db, job, replace(record.spec, **given))
-            db.execute("UPDATE jobs SET updated = ? WHERE id = ?", (self._clock(), job))
-            return find_job(db, job)
+            return _update(db, replace(record, document={**record.document, **changes}, updated=self._clock()))
 
         return await self._about(job, change)
 
@@ -301,23 +278,26 @@ class JobStore:
         """
 
         def change(db: sqlite3.Connection) -> None:
-            state = find_job(db, job).state
-            if state is not JobState.RUNNING:
-                raise JobStateError(job, state, "report progress")
-            db.execute(
-                "UPDATE jobs SET step = ?1, snapshot = coalesce(?2, snapshot),"
-                " crashes = iif(?2 IS NULL, crashes, 0), updated = ?3 WHERE id = ?4",
-                (step, snapshot, self._clock(), job),
-            )
+            record = find_job(db, job)
+            if record.state is not JobState.RUNNING:
+                raise JobStateError(job, record.state, "report progress")
+            saved: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot, "crashes": 0}
+            _update(db, replace(record, step=step, updated=self._clock(), **saved))
 
         await self._about(job, change)
 
-    async def write_records(self, job: str, losses: Sequence[LossRow], events: Sequence[NewEvent]) -> None:
+    async def write_records(self, job: str, losses: Sequence[LossRow], events: Sequence[JobEvent]) -> None:
         """Write steps of ``job``, in increasing order, and notes and snapshots.
 
-        Losses of the first step and of later ones that are there already give way.
+        The first step of ``losses`` replaces all rows from that step on.
         """
-        await self._about(job, lambda db: job_records.write_records(db, job, losses, events))
+
+        def change(db: sqlite3.Connection) -> None:
+            number = number_of(db, job)
+            job_records.write_losses(db, number, losses)
+            job_records.write_events(db, number, events)
+
+        await self._about(job, change)
 
     async def delete(self, job: str) -> JobRecord:
         """Delete a job that has ended with its history, events and losses; its last record.
@@ -347,7 +327,6 @@ class JobStore:
 
         def change(db: sqlite3.Connection) -> tuple[JobRecord, ...]:
             at, found = self._clock(), []
-            db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE state = ?", (JobState.RUNNING,))
             rows = db.execute(
                 "SELECT id FROM jobs WHERE state = ?1 OR (state = ?2 AND ?3)"
                 " ORDER BY state = ?2, priority_class = ?4, number",
@@ -355,6 +334,7 @@ class JobStore:
             ).fetchall()
             for (job,) in rows:
                 record = find_job(db, job)
+                record = replace(record, crashes=record.crashes + (record.state is JobState.RUNNING))
                 if record.crashes >= most_crashes and record.asked is not JobState.CANCELLED:
                     found.append(_transition(db, record, JobState.QUARANTINED, at, died))
                 else:
@@ -435,8 +415,9 @@ class JobStore:
 
         def read(db: sqlite3.Connection) -> dict[str, float]:
             rows = db.execute(
-                "SELECT id, sum(iif(to_state = ?, max(coalesce(until, ?) - at, 0), 0)) FROM ("  # noqa: S608 - no input
-                "SELECT jobs.id AS id, to_state, at, lead(at) OVER (PARTITION BY job ORDER BY sequence) AS until"
+                "SELECT id, sum(iif(state = ?, max(coalesce(until, ?) - at, 0), 0)) FROM ("  # noqa: S608 - no input
+                "SELECT jobs.id AS id, json_extract(data, '$.to') AS state, at,"
+                " lead(at) OVER (PARTITION BY job ORDER BY sequence) AS until"
                 " FROM jobs JOIN events ON events.job = jobs.number AND kind = 'state'"
                 f" WHERE jobs.id IN ({', '.join('?' * len(jobs))})) GROUP BY id",
                 (JobState.RUNNING, self._clock(), *jobs),
@@ -468,42 +449,67 @@ class JobStore:
         return await self._thread.run(function)
 
 
-def _insert(db: sqlite3.Connection, job: str, spec: JobSpec, at: float, cause: str, **more: object) -> None:
-    """A new job, queued; ``more`` has further columns."""
-    values = {
-        "id": job, "name": spec.name, "entry": spec.entry, "priority_class": spec.priority_class,
-        "weight": spec.weight, "tags": json.dumps(spec.tags), "deadline": spec.deadline, "state": JobState.QUEUED,
-        "cause": cause, "submitted": at, "updated": at, **more,
-    }  # fmt: skip
+def _insert(
+    db: sqlite3.Connection,
+    job: str,
+    document: Mapping[str, Any],
+    at: float,
+    cause: str,
+    most_queued: int | None,
+    **more: object,
+) -> int:
+    """The number of a new job, queued; ``more`` has further columns."""
+    _check_room(db, most_queued)
+    values = {"id": job, "state": JobState.QUEUED, "cause": cause, "submitted": at, "updated": at}
+    values |= _of_document(document) | more
     places = ", ".join("?" * len(values))
     number = db.execute(f"INSERT INTO jobs ({', '.join(values)}) VALUES ({places})", (*values.values(),)).lastrowid  # noqa: S608 - no input
     assert number is not None
-    db.execute("INSERT INTO documents (job, document) VALUES (?, ?)", (number, json.dumps(dict(spec.document))))
-    job_records.add_state(db, number, None, JobState.QUEUED, at, cause)
+    _add_state(db, number, None, JobState.QUEUED, at, cause)
+    return number
 
 
-def _replace_spec(db: sqlite3.Connection, job: str, spec: JobSpec) -> None:
-    db.execute(
-        "UPDATE jobs SET name = ?, entry = ?, priority_class = ?, weight = ?, tags = ?, deadline = ? WHERE id = ?",
-        (spec.name, spec.entry, spec.priority_class, spec.weight, json.dumps(spec.tags), spec.deadline, job),
-    )
-    document = json.dumps(dict(spec.document))
-    db.execute("UPDATE documents SET document = ? WHERE job = ?", (document, number_of(db, job)))
+def _update(db: sqlite3.Connection, record: JobRecord) -> JobRecord:
+    """``record``, which takes the place of the one with the same id."""
+    values = {name: getattr(record, name) for name in _CHANGING} | _of_document(record.document)
+    names = ", ".join(f"{name} = ?" for name in values)
+    db.execute(f"UPDATE jobs SET {names} WHERE id = ?", (*values.values(), record.id))  # noqa: S608 - no input
+    return record
+
+
+def _of_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The column of the ``document``, and those by which it is found."""
+    return {
+        "document": json.dumps(document),
+        "name": document["name"],
+        "entry": document["entry"],
+        "priority_class": document.get("priority_class", PriorityClass.FOREGROUND),
+        "tags": json.dumps(document.get("tags", [])),
+        "deadline": document.get("deadline"),
+    }
 
 
 def _transition(
     db: sqlite3.Connection, record: JobRecord, to: JobState, at: float, cause: str, *, crashed: bool = False
 ) -> JobRecord:
-    """The job of ``record`` in the state ``to``."""
-    begins, retried = to is JobState.RUNNING, record.state in FINAL_STATES
-    db.execute(
-        "UPDATE jobs SET state = ?, cause = ?, updated = ?, attempts = attempts + ?, asked = NULL, asked_cause = NULL,"
-        " crashes = iif(?, 0, crashes + ?), from_step = iif(?, NULL, from_step),"
-        " deadline = iif(? AND deadline <= ?, NULL, deadline) WHERE id = ?",
-        (to, cause, at, begins, retried, crashed, begins, retried, at, record.id),
-    )
-    job_records.add_state(db, number_of(db, record.id), record.state, to, at, cause)
-    return find_job(db, record.id)
+    """The job of ``record`` in the state ``to``. The only place that writes a state."""
+    changes: dict[str, Any] = {"crashes": record.crashes + crashed}
+    if to is JobState.RUNNING:
+        changes |= {"attempts": record.attempts + 1, "from_step": None}
+    if record.state in FINAL_STATES:
+        changes["crashes"] = 0
+        if record.deadline is not None and record.deadline <= at:
+            changes["document"] = {**record.document, "deadline": None}
+    _add_state(db, number_of(db, record.id), record.state, to, at, cause)
+    changed = replace(record, state=to, cause=cause, updated=at, asked=None, asked_cause=None, **changes)
+    return _update(db, changed)
+
+
+def _add_state(
+    db: sqlite3.Connection, number: int, from_: JobState | None, to: JobState, at: float, cause: str
+) -> None:
+    data = {"from": from_, "to": to, "cause": cause}
+    job_records.write_events(db, number, [JobEvent(0, at, "state", data)])
 
 
 def _check_room(db: sqlite3.Connection, most_queued: int | None) -> None:

@@ -2,33 +2,34 @@
 
 ::
 
-    jobs ◀── documents     the JSON of what was asked: beside the job, so that searching many jobs reads little
-      ▲ ◀── events         each change of a job's state, each note and each snapshot, in the order of commits
-      └──── losses         one row for each training step
+    jobs ◀── events         each change of a job's state, each note and each snapshot, in the order of commits
+      ▲
+      └───── losses         one row for each training step
+
+A job's submission is one JSON document, and what is read of a job comes from there. Some of its values are columns as
+well, by which jobs are searched and sorted.
 """
 
 from __future__ import annotations
 
-from asyncpipe.service.job_states import JobState, PriorityClass
+from asyncpipe.service.job_states import JobState
 
 __all__ = ["APPLICATION_ID", "SCHEMA", "VERSION"]
 
 APPLICATION_ID = 0x61_70_6A_73
 """Marks the file as a job store ("apjs"), so that databases of other programs are recognised and not changed."""
-VERSION = 1
+VERSION = 2
 """Of the tables; a store of another version is refused."""
 
 _STATES = ", ".join(f"'{state}'" for state in JobState)
-_CLASSES = ", ".join(f"'{each}'" for each in PriorityClass)
 
 SCHEMA = f"""
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of submission, also when the clock is set back
     id TEXT NOT NULL UNIQUE,
-    name TEXT NOT NULL,
+    name TEXT NOT NULL, -- from the document, as the next four: what jobs are found by
     entry TEXT NOT NULL,
-    priority_class TEXT NOT NULL CHECK (priority_class IN ({_CLASSES})),
-    weight REAL NOT NULL CHECK (weight > 0),
+    priority_class TEXT NOT NULL,
     tags TEXT NOT NULL, -- a JSON list
     deadline REAL,
     state TEXT NOT NULL CHECK (state IN ({_STATES})),
@@ -41,21 +42,18 @@ CREATE TABLE jobs (
     asked TEXT CHECK (asked IN ({_STATES})), -- what a running job was asked to become
     asked_cause TEXT,
     crashes INTEGER NOT NULL DEFAULT 0, -- how often the service died while the job ran, since its snapshot
-    forked_from TEXT, -- the id of another job; it may be gone
+    forked_from TEXT, -- the id of another job, which may have been deleted
     from_step INTEGER, -- a retried job goes on from this older snapshot; newer ones are set aside when it begins
     idempotency_key TEXT UNIQUE,
-    digest TEXT -- of what was submitted with that key
+    digest TEXT, -- of what was submitted with that key
+    document TEXT NOT NULL
 );
-CREATE TABLE documents (job INTEGER PRIMARY KEY REFERENCES jobs (number) ON DELETE CASCADE, document TEXT NOT NULL);
 CREATE TABLE events (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
     job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
     at REAL NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('state', 'note', 'snapshot')),
-    from_state TEXT CHECK (from_state IN ({_STATES})),
-    to_state TEXT CHECK (to_state IN ({_STATES})),
-    number INTEGER, -- the level of a note, or the step of a snapshot
-    text TEXT NOT NULL -- the cause of a state, the text of a note, or the name of a snapshot
+    data TEXT NOT NULL -- a JSON object
 );
 CREATE TABLE losses (
     job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,

@@ -2,9 +2,8 @@
 
 ::
 
-    JSON ──▶ Submission ──▶ JobSpec, which the store keeps ──▶ Job, which TrainingRun runs
-             check_submission                          job_of
-             reports every wrong key at once           sets the snapshot folder and resumption
+    JSON ──▶ check_submission ──▶ document, which the store keeps in a JobRecord ──▶ job_of ──▶ Job, which a run trains
+             reports every wrong key at once                              sets the snapshot folder and resumption
 
 A client chooses among what the operator has registered: entries, devices, and schedules by name. It cannot name a path,
 a module or an address. Everything that costs memory or time has a bound here.
@@ -16,12 +15,24 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
+from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
 from asyncpipe.core.schedules.validate import blaming
@@ -34,8 +45,6 @@ from asyncpipe.service.job_states import (
     TAG,
     TAG_PATTERN,
     JobRecord,
-    JobSpec,
-    JobSpecError,
     PriorityClass,
 )
 from asyncpipe.service.settings.service_settings import ServiceSettings
@@ -51,11 +60,14 @@ from asyncpipe.train.job_file import (
 from asyncpipe.train.validation import StrictModel, WrongKey, shown, wrong_keys
 
 __all__ = [
+    "Amendment",
     "SnapshotChoices",
     "Submission",
     "SubmissionError",
     "SubmittedPipeline",
     "SubmittedTraining",
+    "changed_document",
+    "check_amendment",
     "check_new_schedule",
     "check_submission",
     "job_of",
@@ -71,6 +83,8 @@ MOST_ACTIONS = 2**16
 MOST_DEVICES = 1024
 MOST_RETRIES = 1000
 LONGEST_SCHEDULE = 200
+MOST_BYTES = 64 * 1024
+"""Of a whole submission as JSON."""
 
 SubmissionInput: TypeAlias = "Submission | Mapping[str, Any] | str | bytes"
 """A submission, or its JSON as a mapping or as text."""
@@ -110,12 +124,24 @@ def _registered() -> tuple[str, ...]:
     return tuple(known_schedules())
 
 
+def _bytes(value: object) -> object:
+    return int(TypeAdapter(ByteSize).validate_python(value)) if isinstance(value, str) else value
+
+
+def _once(tags: list[str]) -> list[str]:
+    return list(dict.fromkeys(tags))
+
+
 _NAME = f"must be a printable text of 1 to {MAX_NAME} characters, without spaces at its ends"
+_CLASS = f"must be one of {', '.join(PriorityClass)}"
 _WEIGHT = f"must be a number above 0, up to {MAX_WEIGHT:g}"
-
-
-_TAGS = Field(max_length=MAX_TAGS, description=f"must be a list of up to {MAX_TAGS} tags, each {TAG}")
+_TAGS = f"must be a list of up to {MAX_TAGS} tags, each {TAG}"
 _DEADLINE = "must be a Unix time in seconds, before the year 10000"
+_MEMORY = "must be a number of bytes, as 8589934592 or 8GiB"
+
+Weight = Annotated[float, Field(gt=0, le=MAX_WEIGHT, allow_inf_nan=False, description=_WEIGHT)]
+Tag = Annotated[str, Field(pattern=f"^{TAG_PATTERN}$", description=f"must be {TAG}")]
+Tags = Annotated[list[Tag], AfterValidator(_once), Field(max_length=MAX_TAGS, description=_TAGS)]
 
 
 class SubmittedPipeline(StagesTable):
@@ -153,17 +179,15 @@ class Submission(StrictModel):
     training: SubmittedTraining
     snapshots: SnapshotChoices = SnapshotChoices()
     faults: FaultTable = FaultTable()
-    priority_class: PriorityClass = Field(
-        default=PriorityClass.FOREGROUND, description=f"must be one of {', '.join(PriorityClass)}"
-    )
-    weight: float = Field(default=1.0, gt=0, le=MAX_WEIGHT, allow_inf_nan=False, description=_WEIGHT)
+    priority_class: PriorityClass = Field(default=PriorityClass.FOREGROUND, description=_CLASS)
+    weight: Weight = 1.0
     """Its share of the devices' time, relative to other foreground jobs."""
-    tags: Annotated[list[Annotated[str, Field(pattern=f"^{TAG_PATTERN}$", description=f"must be {TAG}")]], _TAGS] = (
-        Field(default_factory=list)
-    )
+    tags: Tags = Field(default_factory=list)
     """Words by which it is found."""
     deadline: float | None = Field(default=None, gt=0, lt=LAST_DEADLINE, allow_inf_nan=False, description=_DEADLINE)
     """The Unix time at which the job fails unless it has ended."""
+    memory: Annotated[int, BeforeValidator(_bytes)] | None = Field(default=None, gt=0, description=_MEMORY)
+    """The bytes that it needs at most on each of its devices."""
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
@@ -171,50 +195,100 @@ class Submission(StrictModel):
         return self
 
 
+class Amendment(StrictModel):
+    """What of a job is to change; what is left out stays."""
+
+    priority_class: PriorityClass | None = Field(default=None, strict=False, description=_CLASS)
+    weight: Weight | None = None
+    tags: Tags | None = None
+
+
 # Checks
 
 
-_FIELDS = {"name", "entry", "priority_class", "weight", "tags", "deadline"}
-"""Of a specification itself; its document has the others."""
-
-
-def check_submission(submission: SubmissionInput, settings: ServiceSettings, entries: Entries) -> JobSpec:
-    """The specification of the job, checked as far as possible without running code of the job.
+def check_submission(submission: SubmissionInput, settings: ServiceSettings, entries: Entries) -> dict[str, Any]:
+    """The document of the job, with all defaults, checked as far as possible without running code of the job.
 
     Raises ``SubmissionError``. Takes well under a millisecond, unless a plug-in has to be imported for its schedule.
     """
     read = _read(submission, settings, entries)
     problems = [*_wrong_entry(read.entry, read.parameters, entries), *_wrong_devices(read.pipeline.devices, settings)]
-    problems += _wrong_faults(read.faults)
-    problems += _wrong_for_workers(read.training, settings)
+    problems += [*_wrong_faults(read.faults), *_wrong_for_workers(read.training, settings)]
+    problems += _wrong_memory(read.memory, read.pipeline.devices, settings)
     if len(read.pipeline.devices) <= len(settings.devices):
         problems += _wrong_schedule(read.pipeline)
+    document = read.model_dump(mode="json")
+    if (size := len(json.dumps(document))) > MOST_BYTES and not problems:
+        problems.append(WrongKey("", f"the submission takes {size} bytes as JSON; {MOST_BYTES} are allowed"))
     if problems:
         raise SubmissionError(problems)
-    document = read.model_dump(mode="json", exclude=_FIELDS)
+    return document
+
+
+def check_amendment(**changes: Any) -> dict[str, Any]:
+    """Those of ``changes`` that are not ``None``, of the priority class, the weight or the tags.
+
+    Raises ``SubmissionError``.
+    """
     try:
-        spec = JobSpec(
-            read.name, read.entry, document, read.priority_class, read.weight,
-            tuple(dict.fromkeys(read.tags)), read.deadline,
-        )  # fmt: skip
-        spec.to_json()
-    except JobSpecError as error:
-        raise SubmissionError([("", str(error))]) from error
-    return spec
+        return Amendment(**changes).model_dump(mode="json", exclude_none=True)
+    except ValidationError as error:
+        raise SubmissionError(wrong_keys(error, Amendment)) from None
 
 
-def check_new_schedule(spec: JobSpec, schedule: str) -> None:
-    """Raise ``SubmissionError`` unless the job of ``spec`` can continue with ``schedule``, a registered name."""
+def check_new_schedule(record: JobRecord, schedule: str) -> dict[str, Any]:
+    """The table ``pipeline`` of the job with ``schedule``, a registered name.
+
+    Raises ``SubmissionError`` unless the job can continue with it.
+    """
     if schedule == AUTO:
         rule = "must be a schedule's name; a schedule is chosen by measuring only when a job starts"
         raise SubmissionError([("schedule", rule)])
-    changed = {**spec.table("pipeline"), "schedule": schedule}
+    changed = {**record.table("pipeline"), "schedule": schedule}
     try:
         pipeline = SubmittedPipeline.model_validate_json(json.dumps(changed))
     except ValidationError as error:
         raise SubmissionError(wrong_keys(error, SubmittedPipeline)) from None
     if problems := list(_wrong_schedule(pipeline)):
         raise SubmissionError([(problem.key.removeprefix("pipeline."), problem.text) for problem in problems])
+    return changed
+
+
+def changed_document(
+    record: JobRecord,
+    changes: Mapping[str, Any],
+    settings: ServiceSettings,
+    entries: Entries,
+    *,
+    fixed: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The document of ``record`` with ``changes``, by dotted keys as ``training.learning_rate``; checked as new.
+
+    A value of ``None`` restores the key's default. Raises ``SubmissionError`` that names every wrong key, and those
+    among ``fixed``, which cannot be changed.
+    """
+    document: dict[str, Any] = deepcopy(dict(record.document))
+    problems = [(key, "cannot be changed here; submit a new job") for key in changes if key.split(".")[0] in fixed]
+    for key, value in changes.items():
+        if not _set(document, key, value):
+            problems.append((key[:100], "must be the key of a value, as training.learning_rate"))
+    if problems:
+        raise SubmissionError(problems)
+    return check_submission(document, settings, entries)
+
+
+def _set(table: dict[str, Any], key: str, value: Any) -> bool:
+    *path, last = key.split(".")
+    for name in path:
+        following = table.setdefault(name, {})
+        if not isinstance(following, dict):
+            return False
+        table = following
+    if value is None:
+        table.pop(last, None)
+    else:
+        table[last] = value
+    return bool(last)
 
 
 def _read(submission: SubmissionInput, settings: ServiceSettings, entries: Entries) -> Submission:
@@ -277,6 +351,15 @@ def _wrong_faults(faults: FaultTable) -> Iterator[WrongKey]:
             yield WrongKey(f"faults.{key}", f"must be an integer up to {MOST_RETRIES}, got {shown(value)}")
 
 
+def _wrong_memory(memory: int | None, devices: Sequence[str], settings: ServiceSettings) -> list[WrongKey]:
+    """The declared memory, if it does not fit on a device."""
+    limit, device = min(((settings.memory_limit.get(device, inf), device) for device in devices), default=(inf, ""))
+    if memory is None or memory <= limit:
+        return []
+    rule = f"must be at most {format_bytes(limit)}, which jobs may have of {device}"
+    return [WrongKey("memory", f"{rule}; got {format_bytes(memory)}")]
+
+
 def _wrong_for_workers(training: TrainingTable, settings: ServiceSettings) -> Iterator[WrongKey]:
     if settings.workers != "threads" and not training.overlap:
         rule = "must be true: this service has its devices in worker processes, which update their stages in the step"
@@ -312,36 +395,28 @@ def stages_of(pipeline: StagesTable, schedule: Schedule) -> int:
 # The job
 
 
-def job_of(spec: JobSpec, record: JobRecord, settings: ServiceSettings) -> Job:
+def job_of(record: JobRecord, settings: ServiceSettings) -> Job:
     """The job to run for ``record``, with its snapshots in the service's folder, resuming from the newest one.
 
-    Its error messages begin with ``job ID``. Raises ``SubmissionError`` for a specification that another version of
-    asyncpipe stored and this one cannot read.
+    Its error messages begin with ``job ID``. Raises ``SubmissionError`` for a document that another version of
+    asyncpipe stored and this one cannot read, and for a job whose declared memory no longer fits.
     """
+    if problems := _wrong_memory(record.memory, record.devices, settings):
+        raise SubmissionError(problems)
+    folder = settings.folder / "jobs" / record.id
+    observe = {"tensorboard": str(folder / "tensorboard")} if settings.tensorboard else {}
+    if settings.mlflow is not None:
+        observe |= {"mlflow": settings.mlflow.get_secret_value(), "mlflow_experiment": settings.mlflow_experiment}
     tables = {
-        "name": spec.name,
-        "job": {"entry": spec.entry, "parameters": spec.table("parameters")},
-        "pipeline": {**spec.table("pipeline"), "workers": settings.workers},
-        "training": spec.table("training"),
-        "faults": spec.table("faults"),
-        "snapshots": {
-            **spec.table("snapshots"),
-            "folder": str(settings.folder / "jobs" / record.id / "snapshots"),
-            "resume": True,
-        },
-        "observe": _observed(record, settings),
+        "name": record.name,
+        "job": {"entry": record.entry, "parameters": record.table("parameters")},
+        "pipeline": {**record.table("pipeline"), "workers": settings.workers},
+        "training": record.table("training"),
+        "faults": record.table("faults"),
+        "snapshots": {**record.table("snapshots"), "folder": str(folder / "snapshots"), "resume": True},
+        "observe": observe,
     }
     try:
         return Job.model_validate_json(json.dumps(tables), context={"path": Path(f"job {record.id}")})
     except ValidationError as error:
         raise SubmissionError(wrong_keys(error, Job)) from None
-
-
-def _observed(record: JobRecord, settings: ServiceSettings) -> dict[str, Any]:
-    """The ``[observe]`` of a job, which the operator alone sets."""
-    observed: dict[str, Any] = {}
-    if settings.tensorboard:
-        observed["tensorboard"] = str(settings.folder / "jobs" / record.id / "tensorboard")
-    if settings.mlflow is not None:
-        observed |= {"mlflow": settings.mlflow.get_secret_value(), "mlflow_experiment": settings.mlflow_experiment}
-    return observed

@@ -7,11 +7,10 @@ import json
 import math
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.service.job_states import JobSpec, JobState
+from asyncpipe.service.job_states import JobState
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import JobStore
 from tests.campaigns.service import Row
@@ -70,17 +69,16 @@ def _submit(service: RealService, count: int) -> None:
 
 async def _fill(folder: Path, count: int) -> None:
     """Jobs that have ended, some of them not well, with a curve each."""
-    document = {"pipeline": JOB["pipeline"] | {"devices": ["cpu:0", "cpu:1"]}, "training": JOB["training"]}
-    spec = JobSpec("number", "charlm:build", document)
+    document = JOB | {"pipeline": JOB["pipeline"] | {"devices": ["cpu:0", "cpu:1"]}}
     async with JobStore(folder / "jobs.sqlite3") as store:
         for first in range(0, count, AT_ONCE):
             await asyncio.gather(
-                *(_ended(store, folder, spec, each) for each in range(first, min(first + AT_ONCE, count)))
+                *(_ended(store, folder, document, each) for each in range(first, min(first + AT_ONCE, count)))
             )
 
 
-async def _ended(store: JobStore, folder: Path, spec: JobSpec, number: int) -> None:
-    named = replace(spec, name=f"number {number}", tags=("nightly",) if number % 3 == 0 else ())
+async def _ended(store: JobStore, folder: Path, document: dict[str, Any], number: int) -> None:
+    named = document | {"name": f"number {number}", "tags": ["nightly"] if number % 3 == 0 else []}
     job = (await store.add(named))[0].id
     await store.transition(job, JobState.RUNNING, "it is its turn")
     steps = 60 + number % 40

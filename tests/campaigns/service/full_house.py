@@ -12,7 +12,7 @@ from typing import Any
 
 from killing import serving
 
-from asyncpipe.service.job_states import JobSpec, JobState
+from asyncpipe.service.job_states import JobState
 from asyncpipe.service.store.database import STORE
 from asyncpipe.service.store.job_store import JobStore
 from tests.campaigns.service import Row
@@ -36,13 +36,8 @@ async def fill(path: Path, ended: int, queued: int) -> None:
 
         async def add(number: int) -> None:
             entry = STUCK if number == ended else "charlm:build"
-            spec = JobSpec(
-                f"job {number}",
-                entry,
-                {key: value for key, value in job(entry, 5).items() if key not in ("name", "entry")},
-                tags=(f"week={number // 1000}", "night"),
-            )
-            record, _ = await store.add(spec)
+            tags = [f"week={number // 1000}", "night"]
+            record, _ = await store.add({**job(entry, 5), "name": f"job {number}", "tags": tags})
             if number < ended:
                 await store.transition(record.id, JobState.RUNNING, "it is its turn")
                 to = chance.choices((JobState.FINISHED, JobState.FAILED, JobState.CANCELLED), (8, 1, 1))[0]

@@ -86,7 +86,7 @@ async def test_jobs_leave_a_drained_host_after_their_step_and_come_back(tmp_path
         assert [str(each.to_state) for each in await store.history(job)] == ["queued", "running", "paused"]
         with pytest.raises(UnknownHostError, match="no host 'cpu:9'; the service has cpu:0, cpu:1, cpu:2"):
             await hosts.drain("cpu:9")
-    job = job_of(record.spec, record, settings)
+    job = job_of(record, settings)
     folder = job.snapshots.folder
     alone = job.override("pipeline", workers="threads").override("snapshots", folder=tmp_path / "alone")
     disturb()

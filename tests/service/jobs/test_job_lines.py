@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState
+from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.job_lines import log_change, log_note, log_recovered
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
-AT_FIRST = JobRecord("01j", JobSpec("charlm", "m:f"), QUEUED, "submitted", 0.0, 0.0)
+AT_FIRST = JobRecord("01j", {"name": "charlm", "entry": "m:f"}, QUEUED, "submitted", 0.0, 0.0)
 LATER = replace(AT_FIRST, attempts=2, step=43, snapshot="step-40")
 
 

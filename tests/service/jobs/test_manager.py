@@ -40,14 +40,14 @@ async def test_jobs_begin_in_order_and_no_more_than_may(tmp_path):
         await service.running("first")
         for name, priority in (("old", "background"), ("new", "foreground"), ("newer", "foreground")):
             record = await service.submit(name, priority_class=priority)
-            assert record.spec.priority_class is PriorityClass(priority)
-        ids = {record.spec.name: record.id for record in await service.store.list()}
+            assert record.priority_class is PriorityClass(priority)
+        ids = {record.name: record.id for record in await service.store.list()}
         assert service.manager.waits_for(ids["new"]) == "max_running 1 is reached"
         assert service.manager.waits_for(ids["old"]) == "max_running 1 is reached; 2 before it"
         assert service.manager.waits_for(ids["first"]) is None
         for name in ("first", "new", "newer", "old"):
             await until(lambda name=name: service.fakes.made[name])
-            assert [run.record.spec.name for run in service.manager.jobs.running.values()] == [name]
+            assert [run.record.name for run in service.manager.jobs.running.values()] == [name]
             service.fakes[name].go()
         await service.comes(ids["old"], FINISHED)
         assert service.fakes["old"].share.background
@@ -316,7 +316,7 @@ async def test_fifty_jobs_and_five_clients_who_want_something_else_all_the_time(
             history = await service.store.history(record.id)
             check_history(history)
             assert record.attempts == sum(each.to_state is RUNNING for each in history)
-            assert record.attempts == len(service.fakes.made[record.spec.name])
+            assert record.attempts == len(service.fakes.made[record.name])
         assert not service.manager.jobs.running
         assert not service.manager.jobs.queued
         await until(lambda: not tasks_named("asyncpipe run"))

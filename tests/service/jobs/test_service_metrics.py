@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState
+from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs import service_metrics
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
@@ -12,7 +12,7 @@ QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
 
 def record(job: str, name: str = "job", state: JobState = RUNNING, at: float = 0.0) -> JobRecord:
-    return JobRecord(job, JobSpec(name, "m:f"), state, "because", 0.0, at)
+    return JobRecord(job, {"name": name, "entry": "m:f"}, state, "because", 0.0, at)
 
 
 def samples(metrics: ServiceMetrics, family: str) -> dict[tuple[str, ...], float]:

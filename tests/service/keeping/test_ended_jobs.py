@@ -156,7 +156,7 @@ async def test_a_fork_from_a_step_ends_with_the_bits_of_its_origin(tmp_path):
         origin = await finished(opened, (await opened.submit(job))[0].id)
         step = snapshot_steps(tmp_path / "jobs" / origin)[0]
         fork = await opened.fork(origin, step, {"name": "again"})
-        assert (fork.forked_from, fork.step, fork.spec.name) == (origin, step, "again")
+        assert (fork.forked_from, fork.step, fork.name) == (origin, step, "again")
         assert fork.cause == f"forked from {origin} after step {step}"
         await finished(opened, fork.id)
     assert curve(tmp_path, fork.id) == curve(tmp_path, origin)

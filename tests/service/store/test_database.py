@@ -12,14 +12,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from store_helpers import submitted
+from store_helpers import SPEC, submitted
 
-from asyncpipe.service.job_states import JobSpec, JobState
+from asyncpipe.service.job_states import JobState
 from asyncpipe.service.store.database import explain, open_database
 from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
 from asyncpipe.service.store.schema import VERSION
 
-SPEC = JobSpec("job", "package.module:factory")
 ROOT = Path(__file__).parents[3]
 
 
@@ -159,7 +158,7 @@ async def test_a_place_where_no_file_can_be_is_refused(tmp_path, path):
 
 
 async def test_a_full_store_says_so_and_goes_on_when_there_is_room(path):
-    large = JobSpec("large", "m:f", {"x": "y" * 60_000})
+    large = {**SPEC, "x": "y" * 60_000}
     async with JobStore(path) as store:
         job = await submitted(store, SPEC)
         pages = await pragma(store, "page_count")
@@ -174,7 +173,7 @@ async def test_a_full_store_says_so_and_goes_on_when_there_is_room(path):
         assert len(await store.list()) == 3
         await store.transition(job.id, JobState.RUNNING, "what fits is still done")
         await pragma(store, "max_page_count = 1000000")
-        assert (await submitted(store, large)).spec == large
+        assert (await submitted(store, large)).document == large
     with closing(open_database(path, 0)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from store_helpers import CANCELLED, FAILED, FINISHED, PAUSED, QUEUED, RUNNING, SPEC, numbered, submitted, ticking
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.job_states import JobRecord, JobSpecError, PriorityClass
+from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.store.job_store import AmbiguousJobError, JobFilter, JobStore, UnknownJobError
 
 
@@ -23,12 +22,11 @@ async def filled(store: JobStore, chance: random.Random) -> list[JobRecord]:
     """Sixty jobs of every kind and state, in the order of submission."""
     ids = []
     for number in range(60):
-        spec = replace(
-            SPEC,
-            name=chance.choice(["run 100%", "Run_1", "run\\1", "x"]),
-            entry=chance.choice(["m:a", "m:b"]),
-            tags=tuple(chance.sample(["a", "b", "lr=0.1"], chance.randrange(3))),
-        )
+        spec = {
+            "name": chance.choice(["run 100%", "Run_1", "run\\1", "x"]),
+            "entry": chance.choice(["m:a", "m:b"]),
+            "tags": chance.sample(["a", "b", "lr=0.1"], chance.randrange(3)),
+        }
         ids.append((await submitted(store, spec, str(number))).id)
     for job in ids:
         path = chance.choice([[], [RUNNING], [PAUSED], [RUNNING, FINISHED], [RUNNING, FAILED], [CANCELLED]])
@@ -38,11 +36,11 @@ async def filled(store: JobStore, chance: random.Random) -> list[JobRecord]:
 
 
 def meets(job: JobRecord, wanted: JobFilter) -> bool:
-    texts = [job.spec.name, job.spec.entry, job.id, job.cause, *job.spec.tags]
+    texts = [job.name, job.entry, job.id, job.cause, *job.tags]
     return (
         (wanted.states is None or job.state in wanted.states)
-        and wanted.entry in (None, job.spec.entry)
-        and set(wanted.tags) <= set(job.spec.tags)
+        and wanted.entry in (None, job.entry)
+        and set(wanted.tags) <= set(job.tags)
         and (wanted.since is None or job.updated >= wanted.since)
         and (wanted.text is None or any(wanted.text.lower() in text.lower() for text in texts))
     )
@@ -91,7 +89,7 @@ async def test_a_job_is_meant_by_its_id_its_unique_beginning_or_its_name(path):
     ids = iter(["01ab1", "01ab2", "01cd", "02", "run"])
     async with JobStore(path, make_id=lambda _: next(ids)) as store:
         for name in ("run", "other", "ä b", "01cd", "third"):
-            await submitted(store, replace(SPEC, name=name))
+            await submitted(store, {**SPEC, "name": name})
         meant = {"01ab1": "01ab1", "01c": "01cd", "01CD": "01cd", "other": "01ab2", "ä b": "01cd", "02": "02"}
         assert {text: await store.resolve(text) for text in meant} == meant
         assert await store.resolve("run") == "run"  # An id is itself, whatever other jobs are called.
@@ -116,18 +114,15 @@ async def test_the_error_of_a_name_that_many_have_lists_the_newest_ten(path):
 
 async def test_class_weight_and_tags_can_be_changed_and_the_submission_stays_what_a_key_means(path):
     async with JobStore(path, clock=ticking(), make_id=numbered()) as store:
-        spec = replace(SPEC, tags=("a",))
+        spec = {**SPEC, "tags": ["a"]}
         await submitted(store, spec, "key")
-        await store.amend("job-1", priority_class=PriorityClass.BACKGROUND, tags=["b", "c"])
-        changed = await store.amend("job-1", weight=3)
-        assert changed.spec == replace(spec, priority_class=PriorityClass.BACKGROUND, weight=3.0, tags=("b", "c"))
+        await store.amend("job-1", priority_class="background", tags=["b", "c"])
+        changed = await store.amend("job-1", weight=3.0)
+        assert changed.document == spec | {"priority_class": "background", "weight": 3.0, "tags": ["b", "c"]}
         assert changed.is_background
         assert await submitted(store, spec, "key") == changed
         assert await store.list(JobFilter(tags=("a",))) == ()
         assert await store.list(JobFilter(tags=("b", "c"))) == (changed,)
-        for wrong in ({"weight": 0}, {"tags": ["a b"]}, {"priority_class": "urgent"}):
-            with pytest.raises(JobSpecError):
-                await store.amend("job-1", **wrong)
         with pytest.raises(UnknownJobError):
             await store.amend("job-2", weight=2)
         assert await store.get("job-1") == changed

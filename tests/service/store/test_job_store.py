@@ -22,7 +22,7 @@ from store_helpers import (
 )
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.job_states import JobRecord, JobStateError, PriorityClass
+from asyncpipe.service.job_states import JobRecord, JobStateError
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     JobStore,
@@ -92,7 +92,7 @@ async def test_a_job_that_is_not_there_is_a_typed_error_everywhere(path, unknown
 
 
 async def test_a_key_makes_one_job(path):
-    other = replace(SPEC, weight=2.0)
+    other = {**SPEC, "weight": 2.0}
     async with JobStore(path) as store:
         jobs = await asyncio.gather(*(submitted(store, SPEC, "key") for _ in range(10)))
         assert len({job.id for job in jobs}) == 1
@@ -107,7 +107,7 @@ async def test_a_key_makes_one_job(path):
 
 
 async def test_recovery_queues_what_was_running_the_foreground_first(path):
-    background = replace(SPEC, priority_class=PriorityClass.BACKGROUND)
+    background = {**SPEC, "priority_class": "background"}
     async with JobStore(path, make_id=numbered()) as store:
         for spec in (background, SPEC, background, SPEC, SPEC):
             job = await submitted(store, spec)
@@ -171,7 +171,7 @@ async def test_what_waits_is_committed_together_and_each_has_its_own_answer(path
             store,
             *(submitted(store, SPEC) for _ in range(10)),
             store.transition(job.id, FINISHED, "because"),
-            submitted(store, replace(SPEC, name="other"), "key"),
+            submitted(store, {**SPEC, "name": "other"}, "key"),
             store.transition(job.id, RUNNING, "because"),
             store.progress(job.id, 3),
             *(submitted(store, SPEC) for _ in range(10)),

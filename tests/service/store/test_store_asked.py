@@ -46,13 +46,13 @@ async def test_a_schedule_is_kept_until_the_end(path):
     async with JobStore(path) as store:
         job = await submitted(store, SPEC)
         assert job.schedule is None
-        assert (await store.amend(job.id, schedule="gpipe")).schedule == "gpipe"
+        assert (await store.amend(job.id, pipeline={"schedule": "gpipe"})).schedule == "gpipe"
         await store.transition(job.id, RUNNING, "because")
-        assert (await store.amend(job.id, schedule="zb-h1")).schedule == "zb-h1"
+        assert (await store.amend(job.id, pipeline={"schedule": "zb-h1"})).schedule == "zb-h1"
     async with JobStore(path) as store:
         assert (await store.transition(job.id, FAILED, "because")).schedule == "zb-h1"
         with pytest.raises(JobStateError, match="is failed: it cannot change its schedule"):
-            await store.amend(job.id, schedule="gpipe")
+            await store.amend(job.id, pipeline={"schedule": "gpipe"})
 
 
 async def test_a_full_queue_takes_no_more_but_answers_for_what_it_has(path):

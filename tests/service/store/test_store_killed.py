@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from store_helpers import check_history, submitted
 
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState
+from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.store.job_store import RECOVERED, JobStore
 
 KILLS = int(os.environ.get("ASYNCPIPE_KILLS", "8"))
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 CHILD = """
 import asyncio, itertools, json, os, random, sys
-from asyncpipe.service.job_states import JobSpec, JobState, JobStateError
+from asyncpipe.service.job_states import JobState, JobStateError
 from asyncpipe.service.store.job_store import JobStore
 
 steps = itertools.count(1)
@@ -43,7 +43,8 @@ async def client(store, chance, name):
     jobs = []
     while True:
         key = f"{name} {chance.getrandbits(60)}"
-        job = (await store.add(JobSpec("job", "m:f", {"key": key, "x": "y" * chance.randrange(5000)}), key))[0].id
+        document = {"name": "job", "entry": "m:f", "key": key, "x": "y" * chance.randrange(5000)}
+        job = (await store.add(document, key))[0].id
         say("submitted", job, key)
         jobs.append(job)
         for _ in range(4):
@@ -99,7 +100,7 @@ async def check(path: Path, said: list[list[Any]]) -> dict[str, JobRecord]:
     progress: dict[str, int] = {}
     for what, job, *details in said:
         if what == "submitted":
-            assert jobs[job].spec.document["key"] == details[0]
+            assert jobs[job].document["key"] == details[0]
         elif what == "changed":
             changed[job].append(tuple(details))
         elif what == "recovered":
@@ -143,8 +144,8 @@ async def test_nothing_that_was_acknowledged_is_lost(tmp_path):
         assert {job.id for job in await store.recover()} == running
         # Whoever was not told asks again, and gets the job that there is.
         job = next(iter(jobs.values()))
-        key = job.spec.document["key"]
-        assert (await submitted(store, JobSpec("job", "m:f", job.spec.document), key)).id == job.id
+        key = job.document["key"]
+        assert (await submitted(store, job.document, key)).id == job.id
 
 
 def integrity(path: Path) -> str:

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,15 +16,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from store_helpers import CANCELLED, LEGAL, PAUSED, QUEUED, RUNNING, SPEC, submitted
 
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobSpec, JobState, JobStateError, PriorityClass
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
 from asyncpipe.service.store.job_store import IdempotencyConflictError, JobFilter, JobStore, PastDeadlineError
 
 _STATES = st.sampled_from(JobState)
 _SPECS = st.sampled_from(
     [
         SPEC,
-        replace(SPEC, priority_class=PriorityClass.BACKGROUND),
-        JobSpec("ä", "m:f", {"x": [1]}, tags=("a",), deadline=9.0),
+        {**SPEC, "priority_class": "background"},
+        {"name": "ä", "entry": "m:f", "x": [1], "tags": ["a"], "deadline": 9.0},
     ]
 )
 
@@ -40,7 +41,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.jobs: dict[str, JobRecord] = {}
         self.paths: dict[str, list[tuple[JobState | None, JobState, float, str]]] = {}
         self.keys: dict[str, str] = {}
-        self.specs: dict[str, JobSpec] = {}
+        self.specs: dict[str, dict[str, Any]] = {}
         """As submitted."""
         self.numbers = count(1)
         self.open()
@@ -58,14 +59,15 @@ class StoreMachine(RuleBasedStateMachine):
         old = self.jobs[job]
         self.paths[job].append((old.state, to, self.now, cause))
         attempts = old.attempts + (to is RUNNING)
+        is_past = old.state in FINAL_STATES and self.now >= (old.deadline or self.now + 1)
         self.jobs[job] = replace(
             old, state=to, cause=cause, updated=self.now, attempts=attempts, asked=None, asked_cause=None,
-            spec=replace(old.spec, deadline=None) if old.state in FINAL_STATES and self.now >= 9 else old.spec,
+            document={**old.document, "deadline": None} if is_past else old.document,
             crashes=0 if old.state in FINAL_STATES else old.crashes,
         )  # fmt: skip
 
     @rule(spec=_SPECS, key=st.sampled_from([None, None, "a", "b"]))
-    def submit(self, spec: JobSpec, key: str | None) -> None:
+    def submit(self, spec: dict[str, Any], key: str | None) -> None:
         self.now += 1
         if (there := self.keys.get(key)) is not None:
             if self.specs[there] == spec:
@@ -74,7 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
                 with pytest.raises(IdempotencyConflictError):
                     self.runner.run(submitted(self.store, spec, key))
             return
-        if spec.deadline is not None and spec.deadline <= self.now:
+        if spec.get("deadline", 1e9) <= self.now:
             with pytest.raises(PastDeadlineError):
                 self.runner.run(submitted(self.store, spec, key))
             return
@@ -139,13 +141,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.now += 1
         job = data.draw(st.sampled_from(sorted(self.jobs)))
         old = self.jobs[job]
+        change = {"pipeline": {"schedule": schedule}}
         if old.state not in FINAL_STATES:
-            document = {**old.spec.document, "pipeline": {**old.spec.table("pipeline"), "schedule": schedule}}
-            self.jobs[job] = replace(old, spec=replace(old.spec, document=document), updated=self.now)
-            assert self.runner.run(self.store.amend(job, schedule=schedule)) == self.jobs[job]
+            self.jobs[job] = replace(old, document={**old.document, **change}, updated=self.now)
+            assert self.runner.run(self.store.amend(job, **change)) == self.jobs[job]
         else:
             with pytest.raises(JobStateError):
-                self.runner.run(self.store.amend(job, schedule=schedule))
+                self.runner.run(self.store.amend(job, **change))
 
     @rule(recovers=st.booleans())
     def reopen(self, recovers: bool) -> None:

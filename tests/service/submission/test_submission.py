@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 from pydantic import Field, SecretStr
 from torch import nn
 
-from asyncpipe.service.job_states import JobRecord, JobSpec, JobState, PriorityClass
+from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import (
     MOST_ACTIONS,
     Submission,
     SubmissionError,
+    check_amendment,
     check_new_schedule,
     check_submission,
     job_of,
@@ -87,22 +89,18 @@ def problems(submission: Any, settings: ServiceSettings = SERVICE) -> dict[str, 
     return found
 
 
-def record(spec: JobSpec, **more: Any) -> JobRecord:
-    return JobRecord("01abc", spec, JobState.QUEUED, "submitted", 0.0, 0.0, **more)
+def record(document: dict[str, Any], **more: Any) -> JobRecord:
+    return JobRecord("01abc", document, JobState.QUEUED, "submitted", 0.0, 0.0, **more)
 
 
 # What becomes of it
 
 
 def test_a_submission_becomes_a_job_with_the_services_own_folder():
-    spec = check_submission(RIGHT, SERVICE, ENTRIES)
-    assert (spec.name, spec.entry, spec.priority_class, spec.weight) == (
-        "a job",
-        "demo:build",
-        PriorityClass.FOREGROUND,
-        1.0,
-    )
-    job = job_of(spec, record(spec), SERVICE)
+    kept = record(check_submission(RIGHT, SERVICE, ENTRIES))
+    found = (kept.name, kept.entry, kept.priority_class, kept.weight, kept.tags, kept.deadline, kept.memory)
+    assert found == ("a job", "demo:build", PriorityClass.FOREGROUND, 1.0, (), None, None)
+    job = job_of(kept, SERVICE)
     assert isinstance(job, Job)
     assert job.job.parameters == {"width": 8}
     assert (job.pipeline.devices, job.pipeline.balance, job.pipeline.microbatches) == (("cpu:0", "cpu:1"), (1, 2), 8)
@@ -115,7 +113,7 @@ def test_a_submission_becomes_a_job_with_the_services_own_folder():
 
 def test_a_kept_job_has_its_defaults_written_down():
     """So that another version's defaults do not change a job that was acknowledged."""
-    document = check_submission(RIGHT, SERVICE, ENTRIES).document
+    document = check_submission(RIGHT, SERVICE, ENTRIES)
     assert document["training"]["weight_decay"] == 0.0
     assert document["snapshots"] == {"every": 100, "keep": 3, "keep_every": None}
     assert set(document["faults"]) >= {"step_retries", "snapshot_retries", "non_finite"}
@@ -178,10 +176,10 @@ submissions = st.fixed_dictionaries(
 @given(submissions)
 @hypothesis_settings(max_examples=100)
 def test_what_was_submitted_is_what_runs(submission):
-    """Submission → JobSpec → Job: nothing is lost and nothing changes on the way."""
-    spec = check_submission(json.dumps(submission), SERVICE, ENTRIES)
-    job = job_of(spec, record(spec), SERVICE).model_dump(mode="json")
-    assert (spec.priority_class, spec.weight) == (
+    """Submission → JobRecord → Job: nothing is lost and nothing changes on the way."""
+    kept = record(check_submission(json.dumps(submission), SERVICE, ENTRIES))
+    job = job_of(kept, SERVICE).model_dump(mode="json")
+    assert (kept.priority_class, kept.weight) == (
         submission.get("priority_class", "foreground"),
         submission.get("weight", 1.0),
     )
@@ -246,7 +244,13 @@ WRONG: list[tuple[str, Any, str, str]] = [
     ("weight", 0, "weight", "must be a number above 0, up to 1e+06, got 0"),
     ("weight", 1e7, "weight", "must be a number above 0"),
     ("weight", True, "weight", "must be a number above 0"),
+    ("tags", ["a b"], "tags[0]", "must be a list of up to 20 tags"),
+    ("tags", [f"x{i}" for i in range(21)], "tags", "must be a list of up to 20 tags"),
+    ("deadline", 0, "deadline", "must be a Unix time in seconds, before the year 10000"),
+    ("memory", "lots", "memory", "must be a number of bytes, as 8589934592 or 8GiB"),
+    ("memory", 0, "memory", "must be a number of bytes"),
     ("parameters", [], "parameters", "must be a table of keyword arguments"),
+    ("parameters", {"width": 8, "sizes": list(range(30_000))}, "", "the submission takes"),
 ]
 
 
@@ -340,30 +344,51 @@ def test_a_device_may_be_named_as_often_as_the_operator_names_it():
     ],
 )
 def test_a_new_schedule_is_checked_like_the_first(schedule, part):
-    spec = check_submission(RIGHT, SERVICE, ENTRIES)
-    check_new_schedule(spec, "1f1b")
-    check_new_schedule(spec, "eager-1f1b(cap=2)")
+    kept = record(check_submission(RIGHT, SERVICE, ENTRIES))
+    assert check_new_schedule(kept, "1f1b")["schedule"] == "1f1b"
+    check_new_schedule(kept, "eager-1f1b(cap=2)")
     with pytest.raises(SubmissionError) as told:
-        check_new_schedule(spec, schedule)
+        check_new_schedule(kept, schedule)
     ((key, text),) = told.value.problems
     assert key == "schedule"
     assert part in text
 
 
 def test_a_new_schedule_must_serve_the_jobs_stages():
-    spec = check_submission(
-        changed("pipeline", {"devices": ["cpu:0", "cpu:1"], "schedule": "interleaved", "stages": 4}), SERVICE, ENTRIES
-    )
-    check_new_schedule(spec, "looped-bfs")
+    interleaved = changed("pipeline", {"devices": ["cpu:0", "cpu:1"], "schedule": "interleaved", "stages": 4})
+    kept = record(check_submission(interleaved, SERVICE, ENTRIES))
+    check_new_schedule(kept, "looped-bfs")
     with pytest.raises(SubmissionError, match="schedule: schedule '1f1b' puts one stage on each device"):
-        check_new_schedule(spec, "1f1b")
+        check_new_schedule(kept, "1f1b")
 
 
 def test_what_another_version_kept_and_this_one_cannot_read_is_told():
-    spec = check_submission(RIGHT, SERVICE, ENTRIES)
-    other = JobSpec(spec.name, spec.entry, {**spec.document, "training": {"epochs": 3}})
+    other = record({**check_submission(RIGHT, SERVICE, ENTRIES), "training": {"epochs": 3}})
     with pytest.raises(SubmissionError, match=r"training\.steps: missing"):
-        job_of(other, record(other), SERVICE)
+        job_of(other, SERVICE)
+
+
+def test_declared_memory_has_to_fit_on_each_device():
+    limited = service(memory_limit={"cpu:0": "3 GiB", "cpu:1": "2 GiB"})
+    kept = record(check_submission(changed("memory", "2 GiB"), limited, ENTRIES))
+    assert kept.memory == 2 * 1024**3
+    told = "must be at most 2 GiB, which jobs may have of cpu:1; got 2.5 GiB"
+    assert problems(changed("memory", 5 * 2**29), limited) == {"memory": told}
+    with pytest.raises(SubmissionError, match="memory: must be at most 1 GiB"):  # The limit was lowered meanwhile.
+        job_of(kept, service(memory_limit={"cpu:0": "1 GiB"}))
+    assert job_of(kept, SERVICE).name == kept.name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [({"weight": 0}, "weight"), ({"tags": ["a b"]}, "tags[0]"), ({"priority_class": "urgent"}, "prio")],
+)
+def test_an_amendment_is_checked_as_a_submission_is(wrong, key):
+    good = {"weight": 2.0, "priority_class": "background", "tags": ["a", "a", "b"]}
+    assert check_amendment(**good) == good | {"tags": ["a", "b"]}
+    assert check_amendment(weight=None, tags=[]) == {"tags": []}
+    with pytest.raises(SubmissionError, match=f"^{re.escape(key)}.*: must be "):
+        check_amendment(**wrong)
 
 
 def test_the_error_travels():
@@ -376,11 +401,10 @@ def test_the_operator_alone_says_where_figures_go(tmp_path):
     settings = SERVICE.model_copy(
         update={"folder": tmp_path, "tensorboard": True, "mlflow": SecretStr("http://me:secret@mlflow")}
     )
-    spec = check_submission(RIGHT, SERVICE, ENTRIES)
+    made = record(check_submission(RIGHT, SERVICE, ENTRIES))
     assert "observe" in problems({**RIGHT, "observe": {"mlflow": "http://elsewhere"}})
-    made = record(spec)
-    observe = job_of(spec, made, settings).observe
+    observe = job_of(made, settings).observe
     assert observe.tensorboard == tmp_path / "jobs" / made.id / "tensorboard"
     assert (observe.mlflow, observe.mlflow_experiment) == ("http://me:secret@mlflow", "asyncpipe")
     assert "secret" not in repr(settings)
-    assert job_of(spec, record(spec), SERVICE).observe.tensorboard is None
+    assert job_of(made, SERVICE).observe.tensorboard is None

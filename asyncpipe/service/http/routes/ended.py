@@ -38,7 +38,7 @@ async def delete(
     record, files = await service.delete(job, dry_run=dry_run)
     return models.DeletedAnswer(
         id=record.id,
-        name=record.spec.name,
+        name=record.name,
         state=record.state,
         deleted=not dry_run,
         files=files.files,

@@ -16,6 +16,7 @@ from asyncpipe.service.http.problems import invalid
 from asyncpipe.service.http.routes.common import CAUSE, JobId, Service, Step, api_router, details, locate
 from asyncpipe.service.job_states import IDEMPOTENCY_KEY, MAX_NAME, MAX_TAGS, TAG_PATTERN, JobState
 from asyncpipe.service.store.job_store import JobFilter, UnknownJobError
+from asyncpipe.service.submission.submission import Amendment
 
 __all__ = ["router"]
 
@@ -68,11 +69,9 @@ async def cancel(service: Service, job: JobId) -> models.JobDetails:
 
 
 @router.patch("/{id}")
-async def amend(service: Service, job: JobId, asked: models.AmendRequest) -> models.JobDetails:
+async def amend(service: Service, job: JobId, asked: Amendment) -> models.JobDetails:
     """Change the priority class, weight or tags of a job."""
-    tags = None if asked.tags is None else list(dict.fromkeys(asked.tags))
-    changed = await service.amend(job, priority_class=asked.priority_class, weight=asked.weight, tags=tags)
-    return await details(service, changed)
+    return await details(service, await service.amend(job, **dict(asked)))
 
 
 @router.put("/{id}/schedule")

@@ -86,7 +86,7 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         crashed = await submit("crashes")
         record = await comes(service, job, JobState.FINISHED, JobState.FAILED)
         assert record.cause == f"all {STEPS} steps are done"
-        parsed = job_of(record.spec, record, manager.settings)
+        parsed = job_of(record, manager.settings)
         rows = await service.store.losses(job)
         collector = manager.metrics.collector_of(record)
         totals = collector.snapshot()
@@ -143,7 +143,7 @@ async def test_a_snapshot_appears_after_the_store_has_the_losses_that_lead_to_it
         job = await submit("plain")
         await asked.wait()
         record = await service.store.get(job)
-        folder = job_of(record.spec, record, service.manager.settings).snapshots.folder
+        folder = job_of(record, service.manager.settings).snapshots.folder
         early = list(folder.glob("step-*"))
         allowed.set()
         assert not early
