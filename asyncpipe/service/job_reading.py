@@ -100,8 +100,8 @@ class JobReading(ABC):
         use = manager.logs.use(job)
         log: JobLog = await self.loop.hop(use.__aenter__())
         try:
-            follower = log.follow(after)
-            while events := await self.loop.hop(follower.next()):
+            batches = log.follow(after)
+            while events := await self.loop.hop(_next_of(batches)):
                 for event in events:
                     yield event
         finally:
@@ -168,3 +168,7 @@ class JobReading(ABC):
         records = () if run is None else run.trace.records
         has_losses = bool(await self.losses(job, 0, 1))
         return JobFiles(manager.logs.folder / record.id, records, record.name, has_losses)
+
+
+async def _next_of(batches: AsyncGenerator[list[JobEvent], None]) -> list[JobEvent]:
+    return await anext(batches, [])

@@ -158,6 +158,8 @@ class JobRecord:
     """The cause of that request."""
     crashes: int = 0
     """How often the service died unasked while it ran, since its last snapshot or retry."""
+    failures: int = 0
+    """How many of its runs in a row have failed, since its last snapshot or retry."""
     forked_from: str | None = None
     """The id of the job of which it is a copy; that job may have been deleted."""
     from_step: int | None = None
@@ -217,6 +219,11 @@ class JobRecord:
     def schedule(self) -> str | None:
         """The schedule of its next step, if it names one."""
         return self.table("pipeline").get("schedule")
+
+    @property
+    def retries(self) -> int:
+        """How many failures in a row, without a new snapshot, are tried again."""
+        return self.table("faults").get("snapshot_retries", 0)
 
     @property
     def steps(self) -> int | None:

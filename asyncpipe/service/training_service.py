@@ -288,7 +288,7 @@ class TrainingService(JobReading):
         manager = self._manager
         if manager is None or self._not_open:
             return ServiceStatus(False, True, f"the service {self._not_open or 'opens'}", 0, 0)
-        running, queued = len(manager.jobs.running), len(manager.jobs.queued)
+        running, queued = len(manager.jobs.running), len(manager.jobs.queue)
         silence = self.loop.silence()
         failure = manager.broken()
         if failure is None and silence > SILENCE_SECONDS:

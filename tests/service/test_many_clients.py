@@ -169,12 +169,11 @@ async def finished(service: TrainingService) -> None:
     """
     manager = service.manager
     await until(lambda: not manager._runs and not manager.logs._open)
-    assert not manager.jobs.queued
+    assert not len(manager.jobs.queue)
     assert not manager.jobs.running
     assert not manager.jobs._turns
     assert not manager.logs._users
     assert not manager.logs._turns
-    assert not manager.jobs.failures
     driver = manager.pool.driver
     assert driver.scheduler.idle
     assert not driver._under_way

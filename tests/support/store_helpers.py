@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from asyncpipe.service.job_states import TRANSITIONS, JobRecord, JobState, Transition
+from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobStore
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "SPEC",
     "check_history",
     "numbered",
+    "progress",
     "submitted",
     "ticking",
 ]
@@ -56,6 +58,12 @@ def numbered() -> Callable[[float], str]:
 async def submitted(store: JobStore, spec: Mapping[str, Any], key: str | None = None) -> JobRecord:
     """The job that ``store`` adds, or has added before for the same key."""
     return (await store.add(spec, key))[0]
+
+
+async def progress(store: JobStore, job: str, step: int, snapshot: str | None = None) -> None:
+    """``job`` has done ``step`` steps, and has taken ``snapshot``."""
+    events = [] if snapshot is None else [JobEvent(0, 0.0, "snapshot", {"step": step, "name": snapshot})]
+    await store.write_records(job, [LossRow(step, 0.5, 0.1, 0.1, 1)], events)
 
 
 def check_history(history: Iterable[Transition]) -> None:

@@ -56,17 +56,11 @@ class ActiveJobs:
     ) -> None:
         """Jobs for which ``is_suspect`` is true wait behind all foreground jobs."""
         self.store = store
-        self.queued: dict[str, JobRecord] = {}
         self.queue = JobQueue()
-        """Their order."""
         self.running: dict[str, JobRun] = {}
         """From the transition to ``running`` to the next one."""
-        self.failures: dict[str, int] = {}
-        """How often each job failed since its last snapshot."""
         self.changed = asyncio.Event()
-        """Set when a queued job might be able to start."""
-        self.timed = asyncio.Event()
-        """Set when a job with a deadline has changed."""
+        """Set when a queued job might be able to start, or a deadline might be the next one."""
         self._logs = logs
         self._metrics = metrics
         self._most_queued = most_queued
@@ -105,25 +99,25 @@ class ActiveJobs:
         most_queued: int | None = None,
         *,
         crashed: bool = False,
-        is_retry: bool = False,
+        failed: bool = False,
     ) -> JobRecord:
-        """The job of ``record`` after its transition to ``to``. Raises as ``JobStore.transition``.
-
-        ``is_retry`` if its run has failed, and it goes on from its last snapshot.
-        """
+        """The job of ``record`` after its transition to ``to``. Raises as ``JobStore.transition``."""
         after = await self.store.transition(
-            record.id, to, cause, expect=record.state, most_queued=most_queued, crashed=crashed
+            record.id, to, cause, expect=record.state, most_queued=most_queued, crashed=crashed, failed=failed
         )
         if to is JobState.RUNNING:
             self._metrics.waited(after.updated - record.updated)
+        is_retry = (crashed or failed) and to is JobState.QUEUED
+        if is_retry:
+            self._metrics.retried("snapshot")
         self.follow(record.state, after, is_retry=is_retry)
         return after
 
     def follow(self, before: JobState | None, record: JobRecord, *, is_retry: bool = False) -> None:
         """Follow a transition that the store has: log lines, metrics, the job's log and the queue.
 
-        The caller holds the job's turn. ``before`` is the state before, ``None`` for a new job; ``is_retry`` as for
-        ``become``.
+        The caller holds the job's turn. ``before`` is the state before, ``None`` for a new job; ``is_retry`` if a run
+        has failed and the job goes on from its last snapshot.
         """
         log_change(before, record, is_retry=is_retry)
         self._metrics.changed(before, record)
@@ -132,14 +126,9 @@ class ActiveJobs:
         if record.state is JobState.QUEUED:
             self._enqueue(record)
         else:
-            self.queued.pop(record.id, None)
             self.queue.discard(record.id)
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
-        if record.state in FINAL_STATES:
-            self.failures.pop(record.id, None)
-        if record.deadline is not None:
-            self.timed.set()
         self.changed.set()
 
     def forget(self, record: JobRecord) -> None:
@@ -147,13 +136,11 @@ class ActiveJobs:
         self._metrics.deleted(record.state)
 
     def _enqueue(self, record: JobRecord) -> None:
-        self.queued[record.id] = record
-        background = record.is_background or self._is_suspect(record)
-        self.queue.put(record.id, record.submitted, background=background)
+        self.queue.put(record, background=record.is_background or self._is_suspect(record))
 
     def _update(self, record: JobRecord) -> JobRecord:
         """``record``, which replaces that of a job whose state has not changed."""
-        if record.id in self.queued:
+        if record.id in self.queue:
             self._enqueue(record)
         elif (run := self.running.get(record.id)) is not None:
             run.record = record

@@ -3,14 +3,14 @@
 Notes, snapshots and steps are queued here and written to the store in batches, so that nothing on the loop waits for
 the disk::
 
-    JobRun ──▶ note, snapshot, step ─▶ queue ──batches──▶ store ◀── events, losses ── Follower
+    JobRun ──▶ note, snapshot, step ─▶ queue ──batches──▶ store ◀── events, losses ── follow
     ActiveJobs ──▶ state, which is in the store ──wake──────────────────────────────────▲
 
 ``flush`` returns when all that was queued is on disk; a run awaits it before it renames a snapshot into place, so the
 store has all steps of the newest snapshot after a kill. A store that fails is reported to ``trouble`` and stops
 nothing: followers are told from memory, and what could not be written is tried again with the next batch.
 
-Followers have no queues: a follower is a position in the log. The last steps are kept in memory; a slow follower misses
+Followers have no queues: each is a position in the log. The last steps are kept in memory; a slow follower misses
 steps, never a state, and delays nobody.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.train.blocking_calls import in_thread
 
-__all__ = ["Follower", "JobLog", "JobLogs"]
+__all__ = ["JobLog", "JobLogs"]
 
 FLUSH_SECONDS = 0.5
 """How long a step waits for others before it is written."""
@@ -110,7 +110,7 @@ class JobLog:
         self._add(JobEvent(0, self._clock(), "note", {"level": level, "text": tidy[:MAX_TEXT]}))
 
     def snapshot(self, step: int, name: str) -> None:
-        """Log a snapshot that is on disk and in the store."""
+        """Log a snapshot that is on disk."""
         self._add(JobEvent(0, self._clock(), "snapshot", {"step": step, "name": name}))
 
     def step(self, row: LossRow) -> None:
@@ -182,43 +182,27 @@ class JobLog:
 
     # Followers
 
-    def follow(self, after: int = 0) -> Follower:
-        """A follower of all events after event ``after``, and of the steps from now on."""
-        return Follower(self, after)
-
-
-class Follower:
-    """A position in a log. ``next`` is for one caller at a time, on the log's loop."""
-
-    def __init__(self, log: JobLog, after: int) -> None:
-        self._log = log
-        self._after = after
-        self._seen = log.version
-        """The version of the last step that was returned, or when this began."""
-        self._written = -1
-
-    async def next(self) -> list[JobEvent]:
-        """The events since the last call, at least one; waits for it. Empty if no more events can come.
+    async def follow(self, after: int = 0) -> AsyncGenerator[list[JobEvent], None]:
+        """All events after event ``after``, and the steps from now on, until no more events can come.
 
         Raises ``StoreError``.
         """
-        log = self._log
+        seen, read = self.version, -1
         while True:
-            version, written, is_over = log.version, log.written, log.is_over
-            if self._written != written:
-                found = await log.store.events(log.job, self._after, BATCH)
-                if len(found) < BATCH:
-                    self._written = written
-                if found:
-                    self._after = found[-1].id
-                    return list(found)
-            live = [replace(event, id=self._after) for at, event in log.live if at > self._seen]
-            if live:
-                self._seen = log.live[-1][0]
-                return live
-            if is_over:
-                return []
-            await log.news(version)
+            version, written, is_over, found = self.version, self.written, self.is_over, list[JobEvent]()
+            if read != written:
+                found = list(await self.store.events(self.job, after, BATCH))
+                read = written if len(found) < BATCH else read
+            if found:
+                after = found[-1].id
+                yield found
+            elif live := [replace(event, id=after) for at, event in self.live if at > seen]:
+                seen = self.live[-1][0]
+                yield live
+            elif is_over:
+                return
+            else:
+                await self.news(version)
 
 
 class JobLogs:

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from asyncpipe.core.predict.memory import format_bytes
+from asyncpipe.service.job_states import JobRecord
 
 __all__ = ["LOOK_AHEAD", "Candidate", "JobQueue", "QueueAction", "QueueDecision", "decisions", "why_behind"]
 
@@ -36,33 +37,38 @@ _Place: TypeAlias = tuple[bool, float, str]
 
 
 class JobQueue:
-    """The ids of queued jobs in their order: foreground first, then the oldest, then by id."""
+    """The queued jobs in their order: foreground first, then the oldest, then by id."""
 
     def __init__(self) -> None:
         self._order: list[_Place] = []
-        self._places: dict[str, _Place] = {}
+        self._jobs: dict[str, tuple[_Place, JobRecord]] = {}
 
-    def put(self, job: str, submitted: float, *, background: bool) -> None:
-        """Let ``job`` wait, from now on at this place if it waited elsewhere. ``submitted`` is a Unix time."""
-        self.discard(job)
-        self._places[job] = place = (background, submitted, job)
+    def put(self, record: JobRecord, *, background: bool) -> None:
+        """Let the job of ``record`` wait; it may have waited elsewhere, with another record."""
+        self.discard(record.id)
+        place = (background, record.submitted, record.id)
+        self._jobs[record.id] = place, record
         insort(self._order, place)
 
     def discard(self, job: str) -> None:
         """``job`` waits no more; nothing if it did not."""
-        if (place := self._places.pop(job, None)) is not None:
-            del self._order[bisect_left(self._order, place)]
+        if (found := self._jobs.pop(job, None)) is not None:
+            del self._order[bisect_left(self._order, found[0])]
 
-    def first(self, count: int = LOOK_AHEAD) -> list[str]:
+    def get(self, job: str) -> JobRecord | None:
+        """The record of ``job``, if it waits."""
+        return None if (found := self._jobs.get(job)) is None else found[1]
+
+    def first(self, count: int = LOOK_AHEAD) -> list[JobRecord]:
         """The first ``count`` jobs."""
-        return [job for _, _, job in self._order[:count]]
+        return [self._jobs[job][1] for _, _, job in self._order[:count]]
 
     def before(self, job: str) -> int:
         """How many wait before ``job``, which waits as well."""
-        return bisect_left(self._order, self._places[job])
+        return bisect_left(self._order, self._jobs[job][0])
 
     def __contains__(self, job: object) -> bool:
-        return job in self._places
+        return job in self._jobs
 
     def __len__(self) -> int:
         return len(self._order)

@@ -2,10 +2,9 @@
 
 ::
 
-    LastingRun ─── stepped ───▶ log (at once)      store: the step, at most once a second
-                ── snapshot ──▶ store ──▶ log      after the snapshot is on disk
-                ── noted ─────▶ log
-                ── ends ──────▶ RunOutcome ──▶ next_state ──▶ the manager makes the transition
+    LastingRun ─── stepped, noted ─▶ log ──batches──▶ store
+                ── snapshot ───────▶ log ──at once──▶ store      after the snapshot is on disk
+                ── ends ───────────▶ RunOutcome ──▶ next_state ──▶ the manager makes the transition
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -31,7 +29,6 @@ from asyncpipe.service.jobs.last_view import MOST, keep_view, steps_of_view
 from asyncpipe.service.jobs.outlook import Pace
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, failure
 from asyncpipe.service.store.job_records import LossRow
-from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
@@ -43,8 +40,6 @@ __all__ = ["JobRun", "JobTrainer", "MakeTrainer"]
 
 _T = TypeVar("_T")
 
-REPORT_SECONDS = 1.0
-"""The least time between two reports of steps to the store."""
 TRACED_STEPS, TRACED_TASKS = 3, 20_000
 """How many of the last steps a run's trace has, and the most tasks of several."""
 
@@ -76,7 +71,6 @@ class JobRun:
         record: JobRecord,
         job: Job,
         collector: PipelineCollector,
-        store: JobStore,
         retried: Callable[[], object] = lambda: None,
     ) -> None:
         """``record`` is the job's at the start of the run; ``ActiveJobs`` replaces it when the job changes.
@@ -101,7 +95,6 @@ class JobRun:
         """Whether this run has taken a snapshot."""
         self.on_snapshot: Callable[[], object] = lambda: None
         """Called when it has."""
-        self._store = store
         self._retried = retried
         self._earlier: list[tuple[int, float, float, int, int]] = []
         """Steps of runs before this one, for the live page."""
@@ -113,13 +106,6 @@ class JobRun:
         self._started = self._stopping = self._cancelling = False
         self.expired: str | None = None
         """Why it is to fail, once it has stopped."""
-        self._step: int | None = None
-        """The last step, until the store has it."""
-        self._snapshots: list[tuple[int, str]] = []
-        """Steps and names of snapshots that the store does not have yet."""
-        self._news = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_store_failing = False
 
     # Called by the manager
 
@@ -128,10 +114,9 @@ class JobRun:
     ) -> RunOutcome:
         """Train to the end, whatever that is; raises no error of the job. ``options`` are passed to ``make``."""
         self._log = log
-        reports = asyncio.create_task(self._report(), name=f"asyncpipe reports of {self.record.id}")
         try:
             try:
-                self._earlier = steps_of_view(await self._store.spread_losses(self.record.id, MOST))
+                self._earlier = steps_of_view(await log.store.spread_losses(self.record.id, MOST))
             except AsyncpipeError as error:  # The page does without.
                 self.noted(logging.WARNING, f"its page cannot show its first steps: {error}")
             self._started = True
@@ -140,7 +125,7 @@ class JobRun:
             self.view.end()
             await self._on_disk(lambda: keep_view(log.folder, self.view))
             self._training = self._task = None
-            await self._finish(reports)
+            await log.flush()
             await in_thread(lambda: self._write_trace(log.folder))
             self._log = None
 
@@ -268,14 +253,11 @@ class JobRun:
         self.noted(logging.INFO, f"started on {', '.join(run.devices)}, {run.parameters:,} parameters")
 
     def stepped(self, progress: StepProgress) -> None:
-        """A step has ended; it is in the log when this returns, and in the store within a second."""
+        """A step has ended; it is in the log when this returns, and in the store soon."""
         if self._log is not None:
             rate, seconds = progress.learning_rate, progress.seconds
             self._log.step(LossRow(progress.step, progress.loss, rate, seconds, progress.tokens))
         self.pace.add(progress.step, progress.seconds, progress.tokens)
-        self._step = progress.step
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._news.set)
 
     def step_completed(self, record: StepRecord) -> None:
         """Keep the step for the trace, and count failed steps and retries, as an observer."""
@@ -311,8 +293,8 @@ class JobRun:
         """A snapshot is on disk."""
         self.has_snapshot = True
         self.on_snapshot()
-        self._snapshots.append((step, path.name))
-        self._news.set()
+        if self._log is not None:
+            self._log.snapshot(step, path.name)
 
     async def keep(self) -> None:
         """Return when the losses until now are in the store."""
@@ -323,44 +305,6 @@ class JobRun:
         """Write the last steps beside the job's log. Blocks."""
         there = {"trace": folder / TRACE, "timeline": folder / TIMELINE}
         self.trace.write(self.job.override("observe", **there), lambda: self.collector.observer_failed("trace"))
-
-    # Reports to the store
-
-    async def _report(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            await self._report_now()
-
-    async def _report_now(self) -> None:
-        """Report steps and snapshots to the store; what it cannot take is reported next time."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        try:
-            while self._snapshots:
-                step, name = self._snapshots[0]
-                await self._store.progress(self.record.id, max(step, self._step or 0), name)
-                del self._snapshots[0]
-                if self._log is not None:
-                    self._log.snapshot(step, name)
-            if (done := self._step) is not None:
-                await self._store.progress(self.record.id, done)
-                self._step = None if self._step == done else self._step
-            self._is_store_failing = False
-        except AsyncpipeError as error:
-            if not self._is_store_failing:
-                self._is_store_failing = True
-                self.noted(logging.WARNING, f"the store cannot record its progress: {error}")
-
-    async def _finish(self, reports: asyncio.Task[None]) -> None:
-        reports.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([reports])
-        await self._report_now()
-        if self._timer is not None:
-            self._timer.cancel()
-        await self.keep()
 
 
 def _share_of(record: JobRecord) -> Share:

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
+from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
-from asyncpipe.service.jobs.deadlines import Deadlines
+from asyncpipe.service.jobs.deadlines import end_overdue
 from asyncpipe.service.jobs.ended_jobs import EndedJobs
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
@@ -35,19 +37,13 @@ from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecisi
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
 from asyncpipe.service.jobs.lost_state import make_ready
 from asyncpipe.service.jobs.outlook import Outlook
-from asyncpipe.service.jobs.run_outcome import (
-    RunEnding,
-    RunOutcome,
-    Tries,
-    next_state,
-)
+from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, next_state
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import job_of
 from asyncpipe.train.blocking_calls import in_thread
-from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.workload import Workload
 
@@ -71,8 +67,9 @@ class Manager:
         metrics: ServiceMetrics | None = None,
         make_trainer: MakeTrainer | None = None,
         retry_seconds: float = RETRY_SECONDS,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """``store`` is open, and its owner closes it. ``make_trainer`` is for tests."""
+        """``store`` is open, and its owner closes it. ``make_trainer`` and ``clock`` are for tests."""
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(store, settings.folder / "jobs", self._log_failed)
@@ -89,10 +86,10 @@ class Manager:
         """Hangs that were found in processes of jobs."""
         self._make_trainer = make_trainer or (LastingRun if self.processes is None else self._process_trainer)
         self._retry_seconds = retry_seconds
+        self._clock = clock
         self._stack = AsyncExitStack()
         self._runs: set[asyncio.Task[None]] = set()
         self._scheduler: asyncio.Task[None] | None = None
-        self._expiry: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
         self.shutdown: str | None = None
         """Why no more jobs start; ``None`` while they do. Set by ``take_no_more``, from any thread."""
@@ -112,8 +109,6 @@ class Manager:
             attempts, resume = self.settings.max_attempts, self.settings.resume
             await self.jobs.load(most_crashes=attempts, resume=resume)
             self._scheduler = asyncio.create_task(self._schedule(), name="asyncpipe job scheduler")
-            deadlines = Deadlines(self.jobs, self.settings.grace_seconds, self._retry_seconds)
-            self._expiry = asyncio.create_task(deadlines.watch(), name="asyncpipe deadlines")
             self._stack = stack.pop_all()
         return self
 
@@ -136,16 +131,13 @@ class Manager:
 
     async def _drain(self) -> None:
         assert self._scheduler is not None
-        assert self._expiry is not None
         self.ending.set()
-        self._expiry.cancel()
         self.jobs.changed.set()
         loop = asyncio.get_running_loop()
         over = loop.call_later(self.settings.grace_seconds, self._give_up)
         try:
             with suppress(Exception):  # Logged where it was raised.
                 await self._scheduler
-            await asyncio.wait([self._expiry])
             for run in list(self.jobs.running.values()):
                 run.stop()
             if self._runs:
@@ -174,10 +166,8 @@ class Manager:
         return None if self.jobs.store.is_alive else "the job store's thread has ended"
 
     def waits_for(self, job: str) -> str | None:
-        """Why a queued job has not started, or a running one does not train; ``None`` for any other. On the loop."""
-        if (run := self.jobs.running.get(job)) is not None:
-            return run.waits_for
-        if job not in self.jobs.queued:
+        """Why a queued job has not started; ``None`` for any other. On the loop."""
+        if job not in self.jobs.queue:
             return None
         if self.shutdown is not None:
             return self.shutdown
@@ -195,13 +185,7 @@ class Manager:
     def outlook(self, job: str) -> Outlook:
         """What is known of a job now beside its record, but for the time it has trained. On the loop."""
         if (run := self.jobs.running.get(job)) is not None:
-            pace = run.pace
-            return Outlook(
-                waits_for=run.waits_for,
-                steps_per_second=pace.steps_per_second,
-                tokens_per_second=pace.tokens_per_second,
-                left_seconds=pace.left_seconds,
-            )
+            return run.pace.outlook(run.waits_for)
         place = self.jobs.queue.before(job) + 1 if job in self.jobs.queue else None
         return Outlook(waits_for=self.waits_for(job), place=place)
 
@@ -212,13 +196,13 @@ class Manager:
             while self.shutdown is None:
                 self.jobs.changed.clear()
                 try:
+                    pause = await end_overdue(self.jobs, self._clock(), self.settings.grace_seconds)
                     while await self._act():
                         pass
                 except StoreError as error:
-                    _logger.error("no job can start, will try again: %s", error)
-                    await _set_within(self.jobs.changed, self._retry_seconds)
-                else:
-                    await self.jobs.changed.wait()
+                    _logger.error("no job can start or end at its deadline, will try again: %s", error)
+                    pause = self._retry_seconds
+                await _set_within(self.jobs.changed, pause)
         except Exception:
             _logger.exception("the job scheduler failed; no more jobs start")
             raise
@@ -229,12 +213,12 @@ class Manager:
             return False
         for decision in self._decisions():
             if decision.action is QueueAction.BEGIN:
-                await self._begin(self.jobs.queued[decision.job], decision)
+                await self._begin(decision.job, decision.reason)
                 return True
         return False
 
     def _decisions(self) -> Iterator[QueueDecision]:
-        waiting = (self._candidate(self.jobs.queued[job]) for job in self.jobs.queue.first())
+        waiting = map(self._candidate, self.jobs.queue.first())
         running = (self._candidate(run.record, run.has_snapshot) for run in self.jobs.running.values())
         most, share, limits = self.settings.max_running, self.settings.share_devices, self.settings.memory_limit
         return decisions(waiting, running, most, share_devices=share, limits=limits)
@@ -250,17 +234,17 @@ class Manager:
         """
         return self.processes is None and 0 < self.settings.max_attempts - 1 <= record.crashes
 
-    async def _begin(self, record: JobRecord, decision: QueueDecision) -> None:
-        async with self.jobs.turn(record.id):
-            current = self.jobs.queued.get(record.id)
+    async def _begin(self, job_id: str, reason: str) -> None:
+        async with self.jobs.turn(job_id):
+            current = self.jobs.queue.get(job_id)
             if current is None or self.shutdown is not None:
                 return
             try:
-                job, make_workload = self._built(current)
+                job = job_of(current, self.settings)
+                make_workload = self._entries.make(current.entry, current.table("parameters"))
             except AsyncpipeError as error:
                 await self.jobs.become(current, JobState.FAILED, f"cannot be built: {error}")
                 return
-            reason = decision.reason
             if current.snapshot is not None or current.from_step is not None:
                 try:
                     lost, older = await in_thread(lambda: make_ready(self.logs.folder / current.id, current))
@@ -272,17 +256,13 @@ class Manager:
                     return
                 reason += older
             running = await self.jobs.become(current, JobState.RUNNING, reason)
-            collector = self.metrics.collector_of(running)
-            run = JobRun(running, job, collector, self.jobs.store, lambda: self.metrics.retried("step"))
+            run = JobRun(running, job, self.metrics.collector_of(running), lambda: self.metrics.retried("step"))
             if self._is_suspect(running):
                 run.on_snapshot = self.jobs.changed.set  # Others may run beside it from then on.
-            self.jobs.running[record.id] = run
-            task = asyncio.create_task(self._live(run, make_workload), name=f"asyncpipe run of {record.id}")
+            self.jobs.running[job_id] = run
+            task = asyncio.create_task(self._live(run, make_workload), name=f"asyncpipe run of {job_id}")
             self._runs.add(task)
             task.add_done_callback(self._runs.discard)
-
-    def _built(self, record: JobRecord) -> tuple[Job, Callable[[], Workload]]:
-        return job_of(record, self.settings), self._entries.make(record.entry, record.table("parameters"))
 
     # Running jobs
 
@@ -321,34 +301,23 @@ class Manager:
 
     async def _end(self, run: JobRun, outcome: RunOutcome) -> None:
         """Record the job's next state in the store, trying until it succeeds or the grace period is over."""
-        job = run.record.id
-        failed = outcome.ending is RunEnding.FAILED
-        crashed = outcome.ending is RunEnding.CRASHED
-        failures = (0 if run.has_snapshot else self.jobs.failures.get(job, 0)) + failed
-        if failed and failures <= _retries_of(run.record):
+        job, most_crashes = run.record.id, self.settings.max_attempts
+        failed, crashed = outcome.ending is RunEnding.FAILED, outcome.ending is RunEnding.CRASHED
+        failures = (0 if run.has_snapshot else run.record.failures) + failed
+        crashes = (0 if run.has_snapshot else run.record.crashes) + crashed
+        if failed and failures <= run.record.retries:
             await self._back_off(failures)
         while True:
             try:
                 async with self.jobs.turn(job):
-                    asked, why = run.record.asked, run.record.asked_cause or "requested"
-                    tries = Tries(
-                        failures,
-                        _retries_of(run.record),
-                        (0 if run.has_snapshot else run.record.crashes) + crashed,
-                        self.settings.max_attempts,
-                    )
-                    to, cause = next_state(outcome, asked, why, tries, self.shutdown)
-                    is_retry = (failed or crashed) and to is JobState.QUEUED
-                    after = await self.jobs.become(run.record, to, cause, crashed=crashed, is_retry=is_retry)
-                break
+                    counted = replace(run.record, failures=failures, crashes=crashes)
+                    to, cause = next_state(outcome, counted, most_crashes, self.shutdown)
+                    await self.jobs.become(run.record, to, cause, crashed=crashed, failed=failed)
+                return
             except StoreError as error:
                 _logger.error("a run of job %s has ended, and the store cannot record it: %s", job, error)
                 if self._giving_up.is_set() or await _set_within(self._giving_up, self._retry_seconds):
                     return
-        if after.state not in FINAL_STATES:
-            self.jobs.failures[job] = failures
-        if (failed or crashed) and after.state is JobState.QUEUED:
-            self.metrics.retried("snapshot")
 
     async def _back_off(self, failures: int) -> None:
         """Wait before the next try, twice as long after each failure; not after the first."""
@@ -361,12 +330,6 @@ class Manager:
     def _log_failed(self, job: str, text: str) -> None:
         _logger.error("job %s: %s", job, text)
         self.metrics.log_failed()
-
-
-def _retries_of(record: JobRecord) -> int:
-    """How many failures in a row, without a new snapshot, the job may have."""
-    retries = record.table("faults").get("snapshot_retries")
-    return retries if isinstance(retries, int) else 0
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
 
 __all__ = ["Outlook", "Pace"]
 
@@ -47,21 +47,16 @@ class Pace:
         """Whether a step was done."""
         return bool(self._recent)
 
-    @property
-    def steps_per_second(self) -> float | None:
-        """``None`` before the first step."""
-        seconds = sum(seconds for seconds, _ in self._recent)
-        return len(self._recent) / seconds if seconds > 0 and isfinite(seconds) else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """``None`` before the first step, and where the data has no tokens."""
-        speed = self.steps_per_second
-        tokens = sum(tokens for _, tokens in self._recent)
-        return speed * tokens / len(self._recent) if speed is not None and tokens else None
-
-    @property
-    def left_seconds(self) -> float | None:
-        """For the steps that are left; ``None`` before the first step."""
-        speed = self.steps_per_second
-        return None if speed is None else max(self.steps - self._done, 0) / speed
+    def outlook(self, waits_for: str | None) -> Outlook:
+        """What is known of the running job, which waits for lost workers if ``waits_for`` says so."""
+        seconds, tokens = (sum(values) for values in zip(*self._recent, strict=True)) if self._recent else (0.0, 0)
+        if not 0 < seconds < inf:
+            return Outlook(waits_for=waits_for)
+        speed = len(self._recent) / seconds
+        left = max(self.steps - self._done, 0) / speed
+        return Outlook(
+            waits_for=waits_for,
+            steps_per_second=speed,
+            tokens_per_second=tokens / seconds if tokens else None,
+            left_seconds=left,
+        )

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from asyncpipe.errors import AsyncpipeError, HostLostError, JobFileError, TaskError
-from asyncpipe.service.job_states import JobState
+from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.step_failures import NonFiniteLossError
 
-__all__ = ["EndedElsewhereError", "RunEnding", "RunOutcome", "Tries", "failure", "is_permanent", "next_state"]
+__all__ = ["EndedElsewhereError", "RunEnding", "RunOutcome", "failure", "is_permanent", "next_state"]
 
 _logger = logging.getLogger(__name__)
 
@@ -60,46 +60,31 @@ class EndedElsewhereError(AsyncpipeError, RuntimeError):
         return type(self), (self.outcome,)
 
 
-@dataclass(frozen=True, slots=True)
-class Tries:
-    """How often a job was tried since its last snapshot, and how often it may be."""
-
-    failures: int
-    """The run that has just ended included, if it failed."""
-    retries: int
-    """How many failures are tried again."""
-    crashes: int = 0
-    """The run that has just ended included, if it crashed."""
-    most_crashes: int = 1
-    """With so many the job is quarantined."""
-
-
-def next_state(
-    outcome: RunOutcome, asked: JobState | None, asked_cause: str, tries: Tries, shutdown: str | None
-) -> tuple[JobState, str]:
+def next_state(outcome: RunOutcome, record: JobRecord, most_crashes: int, shutdown: str | None) -> tuple[JobState, str]:
     """The next state of a job whose run ended with ``outcome``, and the transition's cause.
 
-    ``asked`` is the state that was requested during the run, if any. ``shutdown`` is why the service ends, if it does.
+    ``record`` counts this run among its failures or crashes; with ``most_crashes`` it is quarantined. ``shutdown`` is
+    why the service ends, if it does.
     """
-    ending, cause = outcome.ending, outcome.cause
+    ending, cause, asked_cause = outcome.ending, outcome.cause, record.asked_cause or "requested"
     if ending is RunEnding.FINISHED:
         return JobState.FINISHED, cause
-    if asked is JobState.CANCELLED:
+    if record.asked is JobState.CANCELLED:
         return JobState.CANCELLED, asked_cause
     if ending is RunEnding.FAILED_PERMANENTLY:
         return JobState.FAILED, cause
-    if ending is RunEnding.FAILED and tries.failures > tries.retries:
-        times = f" ({tries.failures} times since the last snapshot)" if tries.failures > 1 else ""
+    if ending is RunEnding.FAILED and record.failures > record.retries:
+        times = f" ({record.failures} times since the last snapshot)" if record.failures > 1 else ""
         return JobState.FAILED, cause + times
-    if ending is RunEnding.CRASHED and tries.crashes >= tries.most_crashes:
-        return JobState.QUARANTINED, f"{cause}; attempt {tries.crashes} of {tries.most_crashes} since its last snapshot"
-    if asked is JobState.PAUSED:
+    attempt = f"attempt {record.crashes} of {most_crashes}"
+    if ending is RunEnding.CRASHED and record.crashes >= most_crashes:
+        return JobState.QUARANTINED, f"{cause}; {attempt} since its last snapshot"
+    if record.asked is JobState.PAUSED:
         return JobState.PAUSED, asked_cause
     if ending is RunEnding.CRASHED:
-        counted = f"attempt {tries.crashes} of {tries.most_crashes}"
-        return JobState.QUEUED, f"tried again from its last snapshot, since {cause}; that was {counted}"
+        return JobState.QUEUED, f"tried again from its last snapshot, since {cause}; that was {attempt}"
     if ending is RunEnding.FAILED:
-        return JobState.QUEUED, f"tried again from its last snapshot ({tries.failures} of {tries.retries}): {cause}"
+        return JobState.QUEUED, f"tried again from its last snapshot ({record.failures} of {record.retries}): {cause}"
     return JobState.QUEUED, shutdown or "resumed before its run had stopped"
 
 

@@ -20,7 +20,7 @@ __all__ = ["JobFilter", "every_job", "find_job", "is_text", "list_jobs", "number
 
 _COLUMNS = (
     "id", "document", "state", "cause", "submitted", "updated", "attempts", "step", "snapshot", "asked", "asked_cause",
-    "crashes", "forked_from", "from_step",
+    "crashes", "failures", "forked_from", "from_step",
 )  # fmt: skip
 _SELECT = f"SELECT {', '.join(_COLUMNS)} FROM jobs"  # noqa: S608 - no input
 _SEARCHED = ("name", "entry", "id", "cause", "tags")

@@ -74,7 +74,8 @@ NOT_RESUMED = "the service was started so that nothing goes on by itself: resume
 RECOVERED = "the service was restarted"
 
 _CHANGING = (
-    "state", "cause", "updated", "attempts", "step", "snapshot", "asked", "asked_cause", "crashes", "from_step",
+    "state", "cause", "updated", "attempts", "step", "snapshot", "asked", "asked_cause", "crashes", "failures",
+    "from_step",
 )  # fmt: skip
 """Columns that change, beside the document."""
 _GOING_ON = f"state IN ('{JobState.QUEUED}', '{JobState.RUNNING}', '{JobState.PAUSED}')"
@@ -193,12 +194,14 @@ class JobStore:
         expect: JobState | None = None,
         most_queued: int | None = None,
         crashed: bool = False,
+        failed: bool = False,
     ) -> JobRecord:
         """``job`` after its transition to the state ``to``, because of ``cause`` (a sentence for operators).
 
-        With ``expect``, only from that state; with ``crashed``, it has one crash more. A job that is retried has no
-        crashes, and no deadline that has passed. Raises ``JobStateError``, also for a job that is in ``to`` already;
-        ``QueueFullError`` if ``most_queued`` jobs are queued already; ``OptionError`` without a cause.
+        With ``expect``, only from that state; with ``crashed`` or ``failed``, its run counts as one. A job that is
+        retried has no crashes, no failures, and no deadline that has passed. Raises ``JobStateError``, also for a job
+        that is in ``to`` already; ``QueueFullError`` if ``most_queued`` jobs are queued already; ``OptionError``
+        without a cause.
         """
         cause, to, expect = tidy_cause(cause), JobState(to), None if expect is None else JobState(expect)
 
@@ -206,7 +209,8 @@ class JobStore:
             record = find_job(db, job)
             check_transition(job, record.state, to, expect)
             _check_room(db, most_queued)
-            return _transition(db, record, to, self._clock(), cause, crashed=crashed)
+            counted = replace(record, crashes=record.crashes + crashed, failures=record.failures + failed)
+            return _transition(db, counted, to, self._clock(), cause)
 
         return await self._about(job, change)
 
@@ -270,32 +274,24 @@ class JobStore:
 
         return await self._about(job, change)
 
-    async def progress(self, job: str, step: int, snapshot: str | None = None) -> None:
-        """Record that the running ``job`` has done ``step`` steps and, if given, that ``snapshot`` is on disk.
-
-        The step may be smaller than the last one, after the job went back to a snapshot. Raises ``JobStateError`` for a
-        job that is not running.
-        """
-
-        def change(db: sqlite3.Connection) -> None:
-            record = find_job(db, job)
-            if record.state is not JobState.RUNNING:
-                raise JobStateError(job, record.state, "report progress")
-            saved: dict[str, Any] = {} if snapshot is None else {"snapshot": snapshot, "crashes": 0}
-            _update(db, replace(record, step=step, updated=self._clock(), **saved))
-
-        await self._about(job, change)
-
     async def write_records(self, job: str, losses: Sequence[LossRow], events: Sequence[JobEvent]) -> None:
-        """Write steps of ``job``, in increasing order, and notes and snapshots.
+        """Write steps of ``job``, in increasing order, and notes and snapshots that are on disk.
 
-        The first step of ``losses`` replaces all rows from that step on.
+        The first step of ``losses`` replaces all rows from that step on. What a running job has done follows from them:
+        its step, and its newest snapshot, before which nothing counts against it any more.
         """
 
         def change(db: sqlite3.Connection) -> None:
-            number = number_of(db, job)
+            record, number, changes = find_job(db, job), number_of(db, job), dict[str, Any]()
             job_records.write_losses(db, number, losses)
             job_records.write_events(db, number, events)
+            if losses:
+                changes["step"] = losses[-1].step
+            for event in events:
+                if event.kind == "snapshot":
+                    changes |= {"snapshot": event.data["name"], "crashes": 0, "failures": 0}
+            if changes and record.state is JobState.RUNNING:
+                _update(db, replace(record, updated=self._clock(), **changes))
 
         await self._about(job, change)
 
@@ -489,15 +485,13 @@ def _of_document(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _transition(
-    db: sqlite3.Connection, record: JobRecord, to: JobState, at: float, cause: str, *, crashed: bool = False
-) -> JobRecord:
+def _transition(db: sqlite3.Connection, record: JobRecord, to: JobState, at: float, cause: str) -> JobRecord:
     """The job of ``record`` in the state ``to``. The only place that writes a state."""
-    changes: dict[str, Any] = {"crashes": record.crashes + crashed}
+    changes: dict[str, Any] = {}
     if to is JobState.RUNNING:
         changes |= {"attempts": record.attempts + 1, "from_step": None}
     if record.state in FINAL_STATES:
-        changes["crashes"] = 0
+        changes |= {"crashes": 0, "failures": 0}
         if record.deadline is not None and record.deadline <= at:
             changes["document"] = {**record.document, "deadline": None}
     _add_state(db, number_of(db, record.id), record.state, to, at, cause)

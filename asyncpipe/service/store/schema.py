@@ -42,6 +42,7 @@ CREATE TABLE jobs (
     asked TEXT CHECK (asked IN ({_STATES})), -- what a running job was asked to become
     asked_cause TEXT,
     crashes INTEGER NOT NULL DEFAULT 0, -- how often the service died while the job ran, since its snapshot
+    failures INTEGER NOT NULL DEFAULT 0, -- of its runs in a row, since its snapshot
     forked_from TEXT, -- the id of another job, which may have been deleted
     from_step INTEGER, -- a retried job goes on from this older snapshot; newer ones are set aside when it begins
     idempotency_key TEXT UNIQUE,

@@ -82,14 +82,13 @@ async def _ended(store: JobStore, folder: Path, document: dict[str, Any], number
     job = (await store.add(named))[0].id
     await store.transition(job, JobState.RUNNING, "it is its turn")
     steps = 60 + number % 40
-    await store.progress(job, steps)
-    end = JobState.FAILED if number % 11 == 5 else JobState.CANCELLED if number % 13 == 7 else JobState.FINISHED
-    cause = f"the loss of step {steps} is not finite: nan" if end is JobState.FAILED else f"all {steps} steps are done"
-    await store.transition(job, end, cause)
-    place = folder / "jobs" / job
-    place.mkdir(parents=True, mode=0o700)
     curve = [
         LossRow(step, 4 * math.exp(-step / (20 + number % 17)) + 0.1 * math.sin(step), 0.01, 0.1, 64)
         for step in range(1, steps + 1)
     ]
     await store.write_records(job, curve, [])
+    end = JobState.FAILED if number % 11 == 5 else JobState.CANCELLED if number % 13 == 7 else JobState.FINISHED
+    cause = f"the loss of step {steps} is not finite: nan" if end is JobState.FAILED else f"all {steps} steps are done"
+    await store.transition(job, end, cause)
+    place = folder / "jobs" / job
+    place.mkdir(parents=True, mode=0o700)

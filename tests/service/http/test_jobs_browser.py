@@ -8,6 +8,7 @@ from typing import Any
 
 from browser_helpers import NEEDS_A_BROWSER, driven
 from http_helpers import TOKEN, FakeService, served, submission
+from store_helpers import progress
 
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.job_states import JobState
@@ -48,7 +49,7 @@ async def reach(service: FakeService, job: str, step: int) -> None:
     rows = service.rows.setdefault(job, [])
     for each in range(len(rows) + 1, step + 1):
         rows.append(LossRow(each, 4 * math.exp(-each / 30) + 0.2 * math.sin(each), 0.01, 0.1, 64))
-    await service.store.progress(job, step)
+    await progress(service.store, job, step)
 
 
 async def test_the_page_in_a_browser(tmp_path: Path) -> None:

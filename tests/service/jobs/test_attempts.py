@@ -72,6 +72,18 @@ async def test_a_job_that_was_asked_to_end_is_not_quarantined_and_nothing_goes_o
         await until(lambda: waited in service.manager.jobs.running)
 
 
+async def test_a_job_waits_for_the_memory_that_others_have_declared(tmp_path):
+    async with opened(tmp_path, memory_limit={"cpu:0": "3 GiB"}, max_running=4) as service:
+        first, second = [(await service.submit(name, memory="2 GiB", **LONG)).id for name in ("first", "second")]
+        small = (await service.submit("small", memory="1 GiB", **LONG)).id
+        await until(lambda: first in service.control.running)
+        reason = "waits for memory on cpu:0: needs 2 GiB, 1 GiB of 3 GiB are free"
+        assert service.manager.waits_for(second) == reason
+        assert "before it waits for" in service.manager.waits_for(small)  # So that the second one does not starve.
+        await service.control.cancel(first, "enough")
+        await until(lambda: {second, small} <= service.control.running.keys())
+
+
 async def test_jobs_that_share_no_device_wait_until_all_of_theirs_are_free(tmp_path):
     devices = ["cpu:0", "cpu:1", "cpu:2"]
     async with opened(tmp_path, devices=devices, share_devices=False, max_running=4) as service:
@@ -106,5 +118,3 @@ def test_where_jobs_run_follows_from_what_they_share(tmp_path):
         isolated(workers="torchrun", isolation="process")
     with pytest.raises(SettingsError, match="job_memory: holds for a process"):
         isolated(job_memory="2 GiB")
-    with pytest.raises(SettingsError, match="memory_limit: holds for a process"):
-        isolated(memory_limit={"cpu:0": "2 GiB"})

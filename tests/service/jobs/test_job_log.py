@@ -112,6 +112,7 @@ async def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(store
         for step in range(1, 6):
             log.step(row(step))
             log.note(20, str(step))
+            log.snapshot(step, f"step-{step}")
             await log.flush()
         assert len(troubles) == 1
         assert "the job's losses and events cannot be written" in troubles[0]
@@ -120,6 +121,8 @@ async def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(store
     assert await store.losses(job) == [row(step) for step in range(1, 5)]
     notes = [event.data["text"] for event in await store.events(job) if event.kind == "note"]
     assert notes == ["1", "2", "3", "4", "5"]
+    record = await store.get(job)
+    assert (record.step, record.snapshot) == (4, "step-5")
 
 
 async def test_a_folder_that_cannot_be_made_is_told_and_costs_nothing_else(store, tmp_path):
@@ -179,8 +182,8 @@ async def test_followers_get_what_was_then_what_is_and_end_with_the_job(store):
     async with logs_of(store).use(job) as log:
         log.step(row(1))
         follower, late = log.follow(), log.follow(after=2)
-        assert [event.id for event in await follower.next()] == [1, 2]
-        waiting = asyncio.create_task(follower.next())
+        assert [event.id for event in await anext(follower)] == [1, 2]
+        waiting = asyncio.ensure_future(anext(follower))
         await asyncio.sleep(0)
         log.step(row(2))
         (step,) = await waiting
@@ -211,8 +214,8 @@ async def test_a_slow_follower_misses_steps_and_no_state(store):
     assert steps == list(range(2001 - job_log.MOST_STEPS, 2001))
 
 
-async def everything(follower: job_log.Follower) -> AsyncIterator[JobEvent]:
-    while batch := await follower.next():
+async def everything(follower: AsyncIterator[list[JobEvent]]) -> AsyncIterator[JobEvent]:
+    async for batch in follower:
         for event in batch:
             yield event
 
@@ -249,6 +252,5 @@ async def test_a_log_that_opens_while_all_close_ends_its_followers(store, monkey
 
 
 async def follow_on(log: JobLog) -> None:
-    follower = log.follow()
-    while await follower.next():
+    async for _ in log.follow():
         pass

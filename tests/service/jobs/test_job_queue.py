@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.job_queue import Candidate, JobQueue, QueueAction, decisions, why_behind
 
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
@@ -16,16 +17,21 @@ waiting = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.tuples(st.i
 def queue_of(jobs):
     queue = JobQueue()
     for job, (submitted, background) in jobs.items():
-        queue.put(job, submitted, background=background)
+        queue.put(record(job, submitted), background=background)
     return queue
+
+
+def record(job, submitted):
+    return JobRecord(job, {}, JobState.QUEUED, "submitted", submitted, submitted)
 
 
 def order_of(queue):
     found = []
     while first := queue.first(2):
-        assert queue.before(first[0]) == 0
-        found.append(first[0])
-        queue.discard(first[0])
+        assert queue.before(first[0].id) == 0
+        assert queue.get(first[0].id) is first[0]
+        found.append(first[0].id)
+        queue.discard(first[0].id)
     return found
 
 
@@ -43,7 +49,7 @@ def test_the_order_is_that_of_class_and_age_whatever_comes_and_goes(jobs, data):
             queue.discard(job)
         else:
             jobs[job] = (jobs[job][0], not jobs[job][1])
-            queue.put(job, jobs[job][0], background=jobs[job][1])
+            queue.put(record(job, jobs[job][0]), background=jobs[job][1])
     order = sorted(jobs, key=by_place)
     assert {job: queue.before(job) for job in jobs} == {job: at for at, job in enumerate(order)}
     assert (len(queue), "zzz" in queue, all(job in queue for job in jobs)) == (len(jobs), False, True)
@@ -80,11 +86,32 @@ def test_the_first_waits_only_for_those_that_had_its_devices_before(ran, waits, 
 
 @given(st.lists(wanted, min_size=1, max_size=6), st.lists(wanted, max_size=4), st.booleans())
 def test_where_devices_are_shared_nobody_overtakes(waits, ran, first_is_suspect):
-    waiting = [Candidate(str(n), each, first_is_suspect and not n) for n, each in enumerate(waits)]
+    waiting = [Candidate(str(n), each, is_suspect=first_is_suspect and not n) for n, each in enumerate(waits)]
     running = [Candidate(f"r{n}", each) for n, each in enumerate(ran)]
     (found,) = decisions(waiting, running, 8, share_devices=True)
     alone = first_is_suspect and running
     assert (found.job, found.action) == ("0", QueueAction.HOLD if alone else QueueAction.BEGIN)
+
+
+amounts = st.lists(st.tuples(wanted, st.integers(0, 5)), max_size=5)
+
+
+@given(amounts.filter(bool), amounts, st.dictionaries(st.sampled_from(DEVICES), st.integers(5, 9)))
+def test_declared_memory_fits_and_who_waits_for_it_does_not_starve(waits, ran, limits):
+    waiting, running = (
+        [Candidate(f"{name}{n}", *each) for n, each in enumerate(jobs)] for name, jobs in (("w", waits), ("r", ran))
+    )
+
+    def fits(job):
+        held = {device: sum(each.memory for each in running if device in each.devices) for device in limits}
+        return all(held[device] + job.memory <= limits[device] for device in job.devices & limits.keys())
+
+    found = list(decisions(waiting, running, 99, share_devices=True, limits=limits))
+    passed = frozenset()
+    for job, decision in zip(waiting, found, strict=False):
+        begins = fits(job) and not job.devices & passed
+        assert (decision.action is QueueAction.BEGIN) == begins, decision
+        passed |= job.devices
 
 
 def test_operators_read_what_a_job_waits_for():

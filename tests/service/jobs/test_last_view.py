@@ -17,7 +17,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.last_view import RECENT, PastView, keep_view, past_view, steps_of_view
-from asyncpipe.service.jobs.outlook import Pace
+from asyncpipe.service.jobs.outlook import Outlook, Pace
 from asyncpipe.service.store.job_records import LossRow
 
 RECORD = JobRecord("1" * 26, SPEC, JobState.FAILED, "because", 0.0, 1.0, step=50)
@@ -34,16 +34,16 @@ def shown(folder: Path, steps: int) -> PastView:
 
 def test_the_pace_is_that_of_the_last_steps():
     pace = Pace(steps=100)
-    assert (pace.has_begun, pace.steps_per_second, pace.tokens_per_second, pace.left_seconds) == (False, *[None] * 3)
+    assert (pace.has_begun, pace.outlook("workers")) == (False, Outlook("workers"))
     pace.add(1, 1e6, 0)
     for step in range(2, 22):
         pace.add(step, 0.5, 64)
-    assert (pace.steps_per_second, pace.tokens_per_second, pace.left_seconds) == (2.0, 128.0, 39.5)
+    assert pace.outlook(None) == Outlook(steps_per_second=2.0, tokens_per_second=128.0, left_seconds=39.5)
     pace.add(120, 0.5, 64)
-    assert pace.left_seconds == 0
+    assert pace.outlook(None).left_seconds == 0
     words = Pace(steps=1)
     words.add(1, math.inf, 0)
-    assert (words.has_begun, words.steps_per_second, words.tokens_per_second) == (True, None, None)
+    assert (words.has_begun, words.outlook(None)) == (True, Outlook())
 
 
 def test_a_job_that_does_not_run_shows_its_losses_and_its_last_step(tmp_path):
@@ -55,7 +55,7 @@ def test_a_job_that_does_not_run_shows_its_losses_and_its_last_step(tmp_path):
     state = shown(tmp_path, 50).snapshot()
     expected = json.loads(json.dumps(view.snapshot()))
     assert (state["step"], state["timeline"]) == (expected["step"], expected["timeline"])
-    assert (state["ended"], state["job"]) == (True, SPEC.name)
+    assert (state["ended"], state["job"]) == (True, SPEC["name"])
     assert (state["training"]["steps"], state["training"]["loss"], state["training"]["rate"]) == (50, 0.2, 128.0)
     assert [point[0] for point in state["history"]] == list(range(1, 51))
 

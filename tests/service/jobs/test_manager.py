@@ -124,7 +124,7 @@ async def test_only_so_many_may_wait(tmp_path):
             await service.submit("fourth")
         service.fakes.free = True
         service.fakes["first"].go()
-        await until(lambda: not service.manager.jobs.queued)
+        await until(lambda: not len(service.manager.jobs.queue))
         await service.submit("fourth")
 
 
@@ -137,13 +137,13 @@ async def test_a_paused_job_waits_like_a_new_one_and_a_running_one_goes_on(tmp_p
         with pytest.raises(QueueFullError):
             await service.control.resume(paused.id, "ann asked")
         assert (await service.store.get(paused.id)).state is PAUSED
-        assert paused.id not in service.manager.jobs.queued
+        assert paused.id not in service.manager.jobs.queue
         await service.control.pause(running.id, "ann asked")
         await service.control.resume(running.id, "bob asked")
         await until(lambda: len(service.fakes.made["first"]) == 2)
         service.fakes.free = True
         service.fakes["first"].go()
-        await until(lambda: not service.manager.jobs.queued)
+        await until(lambda: not len(service.manager.jobs.queue))
         assert (await service.control.resume(paused.id, "ann asked")).state is QUEUED
         await service.comes(running.id, FINISHED)
 
@@ -318,7 +318,7 @@ async def test_fifty_jobs_and_five_clients_who_want_something_else_all_the_time(
             assert record.attempts == sum(each.to_state is RUNNING for each in history)
             assert record.attempts == len(service.fakes.made[record.name])
         assert not service.manager.jobs.running
-        assert not service.manager.jobs.queued
+        assert not len(service.manager.jobs.queue)
         await until(lambda: not tasks_named("asyncpipe run"))
         counted = {
             sample.labels["state"]: sample.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from manager_helpers import Fakes, opened, until
 
 from asyncpipe.errors import HungTaskError, JobFileError, LossError, OptionError, TaskError
-from asyncpipe.service.job_states import JobState, check_transition
-from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, Tries, is_permanent, next_state
+from asyncpipe.service.job_states import JobRecord, JobState, check_transition
+from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, is_permanent, next_state
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.snapshots.format import FolderError
@@ -47,8 +48,10 @@ def full() -> StoreError:
 def test_whatever_a_run_comes_to_the_job_goes_where_it_may(
     result, asked, failures, retries, crashes, most_crashes, shutdown
 ):
-    tries = Tries(failures, retries, crashes, most_crashes)
-    to, cause = next_state(RunOutcome(result, "because"), asked, "asked for", tries, shutdown)
+    document = {"name": "job", "entry": "m:f", "faults": {"snapshot_retries": retries}}
+    record = JobRecord("7", document, RUNNING, "begins", 0.0, 0.0, asked=asked, asked_cause="asked for")
+    record = replace(record, failures=failures, crashes=crashes)
+    to, cause = next_state(RunOutcome(result, "because"), record, most_crashes, shutdown)
     check_transition("7", RUNNING, to)
     assert cause
     if result is RunEnding.FINISHED:
@@ -229,31 +232,3 @@ async def test_a_request_that_the_store_does_not_take_changes_nothing(tmp_path, 
         assert not service.fakes["job"].stopping
         service.fakes["job"].go()
         await service.comes(job.id, FINISHED)
-
-
-async def test_progress_that_the_store_does_not_take_is_told_and_kept_later(tmp_path, monkeypatch):
-    async with opened(tmp_path) as service:
-        job = await service.running(snapshots={"every": 1})
-        progress, refused = service.store.progress, 0
-
-        async def failing(*args):
-            nonlocal refused
-            refused += 1
-            if refused < 3:
-                raise full()
-            await progress(*args)
-
-        monkeypatch.setattr(service.store, "progress", failing)
-        fake = service.fakes["job"]
-        for step in (1, 2, 3):
-            fake.go(1)
-            await until(lambda step=step: fake.step == step)
-            await until(lambda step=step: refused >= step)
-        fake.go()
-        await service.comes(job.id, FINISHED)
-        events = await service.store.events(job.id)
-        notes = [event.data["text"] for event in events if event.kind == "note"]
-        assert [note for note in notes if "the store cannot record its progress" in note] != []
-        # Acknowledged in order, each once, and only when the store knew.
-        assert [event.data["step"] for event in events if event.kind == "snapshot"][:3] == [1, 2, 3]
-        assert (await service.store.get(job.id)).snapshot == "step-5"

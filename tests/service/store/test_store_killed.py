@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[3]
 CHILD = """
 import asyncio, itertools, json, os, random, sys
 from asyncpipe.service.job_states import JobState, JobStateError
+from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobStore
 
 steps = itertools.count(1)
@@ -52,8 +53,11 @@ async def client(store, chance, name):
             try:
                 await store.transition(job, to, key)
                 say("changed", job, to, key)
+                if to is not JobState.RUNNING:
+                    continue
                 step = next(steps)
-                await store.progress(job, step, f"step-{step}")
+                snapshot = JobEvent(0, 0.0, "snapshot", {"step": step, "name": f"step-{step}"})
+                await store.write_records(job, [LossRow(step, 0.5, 0.1, 0.1, 1)], [snapshot])
                 say("progressed", job, step)
             except JobStateError:
                 pass
