@@ -144,7 +144,7 @@ class JobReading(ABC):
             await in_thread(lambda: opened.append(files.open(name, step, parts)))
         except BaseException:  # Cancelled, though it is open.
             for each in opened:
-                each.close()
+                each.file.close()
             raise
         return opened[0]
 

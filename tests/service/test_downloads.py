@@ -31,7 +31,8 @@ def sends(content: bytes, *, most: int | None = None, damaged: bool = False) -> 
         first = 0
         if handler.headers.get("If-Range") == tag:
             first = int(handler.headers["Range"].removeprefix("bytes=").removesuffix("-"))
-        handler.send_response(206 if first else 200)
+        is_all = first >= len(content) > 0
+        handler.send_response(416 if is_all else 206 if first else 200)
         handler.send_header("ETag", tag)
         handler.send_header("Content-Length", str(len(content) - first))
         handler.end_headers()
@@ -79,6 +80,7 @@ def test_another_client_goes_on_where_one_was_given_up(service, tmp_path):
 
 
 def test_what_was_all_there_is_only_named(service, tmp_path):
+    service.answers = [sends(OLD)]
     (tmp_path / f"model.pt.{hashlib.sha256(OLD).hexdigest()}.part").write_bytes(OLD)
     assert service.client().download(JOB, to=tmp_path).read_bytes() == OLD
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]

@@ -18,10 +18,8 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import httpx
 
@@ -31,37 +29,49 @@ from asyncpipe.service.client.errors import ApiError, DamagedDownloadError
 
 __all__ = ["download"]
 
-BLOCK = 1024 * 1024
-"""Bytes of a part that are read at once."""
 _TAG = re.compile(r'"([0-9a-f]{64})"')
-_PART = re.compile(r"\.([0-9a-f]{64})\.part")
+_PART = re.compile(r".*\.([0-9a-f]{64})\.part", re.DOTALL)
 
 
 async def download(asking: Asking, path: str, query: Sequence[tuple[str, str]], artifact: str, to: Path) -> Path:
-    """The file that ``artifact`` at ``path`` has become: ``to``, or below it if it is a folder."""
-    work, repeating = asking.wire.work, Repeating(asking)
-    with closing(await work(partial(_PartFile, _target(to, artifact)))) as part:
-        while not part.is_whole:
+    """The file that ``artifact`` at ``path`` has become: ``to``, or below it if it is a folder.
+
+    Of two processes that download it at a time, one or both find it damaged.
+    """
+    target, repeating = _target(to, artifact), Repeating(asking)
+    part = next((each for each in target.parent.glob(f"{glob.escape(target.name)}.*.part") if _sha256(each)), None)
+    try:
+        while True:
             headers = {"Accept": "*/*"}
-            if part.size:
-                headers |= {"Range": f"bytes={part.size}-", "If-Range": f'"{part.sha256}"'}
+            if part is not None:
+                headers |= {"Range": f"bytes={part.stat().st_size}-", "If-Range": f'"{_sha256(part)}"'}
             try:
                 async with asking.wire.open(asking.request("GET", path, query=query, headers=headers)) as opened:
                     response, content = opened
+                    if response.status_code == 416 and part is not None:
+                        break  # All of it is there.
                     if response.status_code not in (200, 206):
                         raise await refusal(response, content)
                     tag = _TAG.fullmatch(response.headers.get("etag", ""))
                     if tag is None:
                         raise BrokenExchange("the response has no SHA-256 as its tag; is this an asyncpipe service?")
                     if response.status_code == 200:
-                        await work(partial(part.begin, tag[1]))
-                    async for chunk in content:
-                        part.write(chunk)
-                        repeating.progressed()
+                        if part is not None:
+                            part.unlink()
+                        part = target.with_name(f"{target.name}.{tag[1]}.part")
+                    assert part is not None
+                    # Without a buffer, so that what has come is kept, whatever ends this process.
+                    with part.open("wb" if response.status_code == 200 else "ab", buffering=0) as file:
+                        async for chunk in content:
+                            file.write(chunk)
+                            repeating.progressed()
                 break
             except (httpx.TransportError, BrokenExchange, ApiError) as error:
                 await repeating.after(error)
-        return await work(part.finish)
+        return await asking.wire.work(partial(_finish, part, target))
+    finally:
+        if part is not None and part.exists() and not part.stat().st_size:
+            part.unlink()
 
 
 def _target(to: Path, artifact: str) -> Path:
@@ -76,76 +86,18 @@ def _target(to: Path, artifact: str) -> Path:
     return to
 
 
-class _PartFile:
-    """The file at ``target`` while it is downloaded, with what an earlier download has left of it.
+def _sha256(part: Path) -> str:
+    """The SHA-256 of the whole file, which the name of its ``part`` says; empty if it is no part."""
+    found = _PART.fullmatch(part.name)
+    return found[1] if found else ""
 
-    Every method blocks. Of two processes that download it at a time, one or both find it damaged.
-    """
 
-    def __init__(self, target: Path) -> None:
-        self._target = target
-        self._file: BinaryIO | None = None
-        self._digest = hashlib.sha256()
-        self.sha256 = ""
-        """Of the whole file; empty before it is known."""
-        self.size = 0
-        """Bytes that are there."""
-        for path in target.parent.glob(f"{glob.escape(target.name)}.*.part"):
-            if found := _PART.fullmatch(path.name.removeprefix(target.name)):
-                self._open(found[1])
-                break
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all bytes are there, and are right."""
-        return self._digest.hexdigest() == self.sha256
-
-    def begin(self, sha256: str) -> None:
-        """Begin anew, with the bytes of a file that has this SHA-256."""
-        self._drop()
-        self._open(sha256)
-
-    def write(self, chunk: bytes) -> None:
-        """Add bytes."""
-        assert self._file is not None
-        self._file.write(chunk)
-        self._digest.update(chunk)
-        self.size += len(chunk)
-
-    def finish(self) -> Path:
-        """Give the file its name. Raises ``DamagedDownloadError`` if it is not what the service has."""
-        assert self._file is not None
-        if not self.is_whole:
-            self._drop()
-            found = self._digest.hexdigest()
-            raise DamagedDownloadError(f"{self._target}: what came has the SHA-256 {found}, not {self.sha256}")
-        os.fsync(self._file.fileno())
-        self._part.replace(self._target)
-        return self._target
-
-    def close(self) -> None:
-        """Leave what is there for the next time."""
-        if self._file is not None and not self.size and not self.is_whole:
-            self._drop()
-        elif self._file is not None:
-            self._file.close()
-
-    @property
-    def _part(self) -> Path:
-        return self._target.with_name(f"{self._target.name}.{self.sha256}.part")
-
-    def _open(self, sha256: str) -> None:
-        self.sha256 = sha256
-        self._file = file = self._part.open("a+b", buffering=0)  # What has come is kept, whatever ends this process.
-        file.seek(0)
-        self._digest = hashlib.sha256()
-        while block := file.read(BLOCK):
-            self._digest.update(block)
-        self.size = file.tell()
-
-    def _drop(self) -> None:
-        """Remove what is there: it is of something else."""
-        if self._file is not None:
-            self._part.unlink(missing_ok=True)
-            self._file.close()
-            self._file = None
+def _finish(part: Path, target: Path) -> Path:
+    """Give the file its name. Raises ``DamagedDownloadError`` if it is not what the service has. Blocks."""
+    with part.open("rb+") as file:
+        found, expected = hashlib.file_digest(file, "sha256").hexdigest(), _sha256(part)
+        if found == expected:
+            os.fsync(file.fileno())
+            return part.replace(target)
+    part.unlink()
+    raise DamagedDownloadError(f"{target}: what came has the SHA-256 {found}, not {expected}")

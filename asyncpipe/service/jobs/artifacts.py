@@ -22,6 +22,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -58,10 +59,6 @@ MEDIA = {
 }
 MODEL = re.compile(r"model(?:-(0|[1-9][0-9]*))?\.pt")
 """The model's file, or those of its stages, as a snapshot's manifest names them."""
-BLOCK = 64 * 1024
-"""Bytes of a file that are copied at once."""
-EVENTS = 1000
-"""Of a trace, that are written at once."""
 TRIES = 3
 """How often a snapshot is looked up that was removed before it could be opened."""
 
@@ -90,27 +87,12 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class OpenArtifact:
-    """An artifact that is open for reading; a context manager, or ``close`` it. Its bytes do not change."""
+    """An artifact that is open for reading, until somebody closes its ``file``. Its bytes do not change."""
 
     name: str
     media_type: str
     sha256: str
-    _file: BinaryIO
-
-    @property
-    def descriptor(self) -> int:
-        """The descriptor of the open file."""
-        return self._file.fileno()
-
-    def close(self) -> None:
-        """Give it back; may be called twice."""
-        self._file.close()
-
-    def __enter__(self) -> OpenArtifact:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    file: BinaryIO
 
 
 @dataclass(frozen=True)
@@ -176,22 +158,13 @@ class JobFiles:
             raise ArtifactError(f"the snapshots cannot be read: {error.strerror}") from error
 
     def _open_model(self, name: str, step: int | None) -> OpenArtifact:
-        for _ in range(TRIES):
-            found = [
-                (path, model)
-                for path in self._snapshots()
-                for model in _models(path)
-                if model.name == name and step in (None, model.step)
-            ]
-            if not found:
-                break
-            path, model = found[0]
-            try:
-                file = (path / model.name).open("rb", buffering=0)
-            except FileNotFoundError:
-                continue  # Newer ones have taken its place.
-            assert model.sha256 is not None
-            return OpenArtifact(name, model.media_type, model.sha256, file)
+        for _ in range(TRIES):  # A snapshot may be removed meanwhile; newer ones have taken its place.
+            for path in self._snapshots():
+                for model in _models(path):
+                    if model.name == name and step in (None, model.step):
+                        with suppress(FileNotFoundError):
+                            file = (path / name).open("rb", buffering=0)
+                            return OpenArtifact(name, model.media_type, str(model.sha256), file)
         raise FileNotFoundError
 
     # What is made
@@ -200,21 +173,20 @@ class JobFiles:
         if name.startswith(("losses", "log")):
             return parts
         if not self.records:
-            return _copied(self.folder / name)
-        if name == TRACE:
-            return _trace(self.records)
-        return iter([svg_timeline(self.records[-1], title=self.title).encode()])
+            return [(self.folder / name).read_bytes()]
+        if name == TRACE:  # Piece by piece, since a call of json.dumps would hold the interpreter all the time.
+            return map(str.encode, json.JSONEncoder().iterencode(to_chrome(self.records)))
+        return [svg_timeline(self.records[-1], title=self.title).encode()]
 
     def _made(self, name: str, parts: Iterable[bytes]) -> OpenArtifact:
         # Without a name, so that a killed process leaves nothing.
         file = TemporaryFile(dir=self.folder)  # noqa: SIM115 - its reader closes it
         try:
-            sha256 = hashlib.sha256()
-            for part in parts:
-                sha256.update(part)
-                file.write(part)
+            file.writelines(parts)
             file.seek(0)
-            return OpenArtifact(name, _media(name), sha256.hexdigest(), file)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            return OpenArtifact(name, _media(name), sha256, file)
         except BaseException:
             file.close()
             raise
@@ -254,20 +226,3 @@ def loss_lines(rows: Sequence[LossRow], *, as_csv: bool) -> bytes:
 def event_lines(events: Sequence[JobEvent]) -> bytes:
     """Lines of ``log.jsonl``."""
     return "".join(f"{json.dumps(asdict(event), default=str)}\n" for event in events).encode()
-
-
-def _trace(records: Sequence[StepRecord]) -> Iterator[bytes]:
-    # Some events at a time, since each call of json.dumps holds the interpreter.
-    trace = to_chrome(records)
-    events = trace.pop("traceEvents")
-    yield json.dumps(trace, separators=(",", ":"))[:-1].encode() + b',"traceEvents":['
-    for first in range(0, len(events), EVENTS):
-        text = json.dumps(events[first : first + EVENTS], separators=(",", ":"))
-        yield (b"," if first else b"") + text[1:-1].encode()
-    yield b"]}"
-
-
-def _copied(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            yield block

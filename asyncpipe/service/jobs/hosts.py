@@ -132,26 +132,21 @@ class Hosts:
             # On the pool's loop, where they come and go.
             named = self._named()
             up = dict(workers.up)
-            found = []
-            for name in dict.fromkeys([*named, *up]):
-                connection = up.get(name)
-                age = None if connection is None else connection.silent_seconds
-                trip = None if connection is None else connection.round_trip
-                found.append(
-                    WorkerStatus(
-                        name=name,
-                        host=unit_of(name),
-                        up=connection is not None,
-                        draining=unit_of(name) in self._drained,
-                        machine="" if connection is None else connection.place.host,
-                        pid=0 if connection is None else connection.pid,
-                        heartbeat_seconds=_finite(age),
-                        round_trip_seconds=_finite(trip),
-                        devices=tuple(named.get(name, [name])),
-                        jobs=tuple(job for job, used in jobs_in.items() if name in used),
-                    )
+            return [
+                WorkerStatus(
+                    name=name,
+                    host=unit_of(name),
+                    up=name in up,
+                    draining=unit_of(name) in self._drained,
+                    machine=up[name].place.host if name in up else "",
+                    pid=up[name].pid if name in up else 0,
+                    heartbeat_seconds=_finite(up[name].silent_seconds) if name in up else None,
+                    round_trip_seconds=_finite(up[name].round_trip) if name in up else None,
+                    devices=tuple(named.get(name, [name])),
+                    jobs=tuple(job for job, used in jobs_in.items() if name in used),
                 )
-            return found
+                for name in dict.fromkeys([*named, *up])
+            ]
 
         return [self._as_told(each) for each in await self._pool.run(look())]
 
@@ -183,5 +178,5 @@ class Hosts:
         return named
 
 
-def _finite(seconds: float | None) -> float | None:
-    return seconds if seconds is not None and isfinite(seconds) else None
+def _finite(seconds: float) -> float | None:
+    return seconds if isfinite(seconds) else None

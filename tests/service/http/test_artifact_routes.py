@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from pathlib import Path
 
 import pytest
-from http_helpers import NOBODY, Api, mounted, served
+from http_helpers import NOBODY, Api, FakeService, mounted, served
+from manager_helpers import until
 
 from asyncpipe.service.jobs.artifacts import OpenArtifact
 from asyncpipe.service.store.job_records import LossRow
@@ -105,15 +105,18 @@ async def test_a_step_is_a_number(tmp_path):
 
 
 async def test_a_reader_that_goes_leaves_no_file_open(tmp_path, monkeypatch):
-    closed = asyncio.Event()
-    real = OpenArtifact.close
-    monkeypatch.setattr(OpenArtifact, "close", lambda artifact: (real(artifact), closed.set())[0])
+    opened, real = list[OpenArtifact](), FakeService.open_artifact
+
+    async def open_artifact(*arguments: object) -> OpenArtifact:
+        opened.append(await real(*arguments))
+        return opened[0]
+
+    monkeypatch.setattr(FakeService, "open_artifact", open_artifact)
     async with served(tmp_path) as api:
         job = await api.submitted()
         add_model(api, job, content=b"x" * 2**26)
         async with api.session.get(f"{api.base}/v1/jobs/{job}/artifacts/model.pt") as answer:
             await answer.content.readexactly(1000)
-            assert not closed.is_set()
+            assert not opened[0].file.closed
             answer.close()
-        async with asyncio.timeout(10):
-            await closed.wait()
+        await until(lambda: opened[0].file.closed)

@@ -26,6 +26,7 @@ from asyncpipe.service.keeping import backup as backup_module
 from asyncpipe.service.keeping.backup import BackupError, SnapshotsWanted, back_up, restore
 from asyncpipe.service.store import job_records
 from asyncpipe.service.store.database import StoreError, StoreProblem, open_beside
+from asyncpipe.service.store.finding import number_of
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
@@ -183,7 +184,7 @@ async def test_the_losses_of_a_backup_reach_its_newest_snapshot(folder, tmp_path
             """Between the copy of the store and its snapshots, the job goes on."""
             rows = [LossRow(step, 1 / step, 0.1, 0.5, 64) for step in (3, 4, 5)]
             with closing(sqlite3.connect(folder / "jobs.sqlite3")) as live:
-                job_records.write_records(live, job.name, rows, [])
+                job_records.write_losses(live, number_of(live, job.name), rows)
                 live.commit()
             if not (job / "snapshots" / "step-4").exists():
                 (job / "snapshots").mkdir()

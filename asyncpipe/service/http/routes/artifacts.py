@@ -23,17 +23,17 @@ class ArtifactDownload(FileResponse):
 
     def __init__(self, artifact: OpenArtifact, label: str) -> None:
         super().__init__(
-            f"/dev/fd/{artifact.descriptor}",  # It may have no name, or lose it meanwhile.
+            f"/dev/fd/{artifact.file.fileno()}",  # It may have no name, or lose it meanwhile.
             headers={"ETag": f'"{artifact.sha256}"'},
             media_type=artifact.media_type,
             filename=f"{label}-{artifact.name}",
-            stat_result=os.fstat(artifact.descriptor),
+            stat_result=os.fstat(artifact.file.fileno()),
         )
         self._artifact = artifact
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        with self._artifact:
+        with self._artifact.file:
             await super().__call__(scope, receive, send)
 
 
