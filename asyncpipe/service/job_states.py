@@ -129,9 +129,6 @@ class JobStateError(AsyncpipeError, RuntimeError):
         after = f"from there it can become {', '.join(self.possible)}" if self.possible else "that state is final"
         super().__init__(f"job {job} is {state}: it cannot {asked}; {after}")
 
-    def __reduce__(self) -> tuple[type[JobStateError], tuple[str, JobState, str]]:
-        return type(self), (self.job, self.state, self.asked)
-
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
+from asyncpipe.errors import OptionError
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import Job, blaming_key, job_file_error
 from asyncpipe.train.workload import Workload
 
-__all__ = ["find_entry"]
+__all__ = ["find_entry", "named_function"]
 
 
 def find_entry(job: Job) -> Callable[[], Workload]:
@@ -23,12 +23,8 @@ def find_entry(job: Job) -> Callable[[], Workload]:
     ``OptionError``, with which an entry rejects the value of a parameter, or returns something other than a
     ``Workload``. Other errors of the entry are not changed.
     """
-    module_name, _, function_name = job.job.entry.partition(":")
-    module = _import(job, module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        where = getattr(module, "__file__", None) or "a built-in module"
-        raise job_file_error(job.path, f"job.entry: module {module_name!r} ({where}) has no function {function_name!r}")
+    with blaming_key(job, "job.entry"), import_path(job.path.resolve().parent):
+        function = named_function(job.job.entry)
     if problems := list(_wrong_parameters(function, job.job.parameters)):
         raise job_file_error(job.path, *problems)
 
@@ -42,16 +38,24 @@ def find_entry(job: Job) -> Callable[[], Workload]:
     return make
 
 
-def _import(job: Job, name: str) -> ModuleType:
+def named_function(name: str) -> Callable[..., Any]:
+    """The function that ``name`` (``module:function``) means. Imports its module, which runs its code.
+
+    Raises ``OptionError``.
+    """
+    module_name, _, function_name = name.partition(":")
     try:
-        with import_path(job.path.resolve().parent):
-            return import_module(name)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            problem = f"there is no module {error.name!r} next to the job file or on sys.path"
-        else:  # The module's own code has failed.
-            problem = f"module {name!r} could not be imported: {type(error).__name__}: {error}"
-        raise job_file_error(job.path, f"job.entry: {problem}") from error
+        module = import_module(module_name)
+    except (Exception, SystemExit) as error:  # The module's code may raise anything; parsing a command line exits.
+        problem = f"module {module_name!r} could not be imported: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            problem = f"there is no module {error.name!r} on sys.path or next to the job file"
+        raise OptionError(problem) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        where = getattr(module, "__file__", None) or "a built-in module"
+        raise OptionError(f"module {module_name!r} ({where}) has no function {function_name!r}")
+    return cast("Callable[..., Any]", function)
 
 
 def _wrong_parameters(function: Callable[..., object], given: dict[str, Any]) -> Iterator[str]:

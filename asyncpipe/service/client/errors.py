@@ -27,9 +27,6 @@ class ApiError(AsyncpipeError, RuntimeError):
         lines = [f"{self.title} ({status}): {self.detail}".removesuffix(": ")]
         super().__init__("\n".join([*lines, *(f"{key}: {text}" if key else text for key, text in self.problems)]))
 
-    def __reduce__(self) -> tuple[type[ApiError], tuple[int, dict[str, Any], float]]:
-        return type(self), (self.status, self.body, self.retry_after)
-
 
 class UnreachableError(AsyncpipeError, ConnectionError):
     """The service could not be reached, or its response did not arrive; the message says where and why."""

@@ -35,9 +35,6 @@ class UnknownHostError(AsyncpipeError, LookupError):
         self.host = host
         self.known = tuple(known)
 
-    def __reduce__(self) -> tuple[type[UnknownHostError], tuple[str, tuple[str, ...]]]:
-        return type(self), (self.host, self.known)
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:

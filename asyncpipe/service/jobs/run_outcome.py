@@ -56,9 +56,6 @@ class EndedElsewhereError(AsyncpipeError, RuntimeError):
         super().__init__(outcome.cause)
         self.outcome = outcome
 
-    def __reduce__(self) -> tuple[type[EndedElsewhereError], tuple[RunOutcome]]:
-        return type(self), (self.outcome,)
-
 
 def next_state(outcome: RunOutcome, record: JobRecord, most_crashes: int, shutdown: str | None) -> tuple[JobState, str]:
     """The next state of a job whose run ended with ``outcome``, and the transition's cause.

@@ -11,23 +11,23 @@ continue. Nothing is registered globally.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import inf
+from itertools import accumulate
 from threading import Lock
+from typing import Any
 
-import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
-from asyncpipe.observe.metrics.totals import bucket_of
 from asyncpipe.service.job_states import JobRecord, JobState
 
 __all__ = ["ServiceMetrics"]
 
-WAITING = range(-4, 21)
-"""Exponents of two of the buckets of waiting times: from 1/16 s to 12 days."""
+WAITING = [2.0**exponent for exponent in range(-4, 21)]
+"""Bounds of the buckets of waiting times: from 1/16 s to 12 days."""
 MOST_FAILED = 32
 """How many jobs that failed or were quarantined are shown."""
 MOST_ENDED = 16
@@ -93,7 +93,7 @@ class ServiceMetrics(Collector):
     def waited(self, seconds: float) -> None:
         """Count a job that started after so many seconds in the queue."""
         with self._lock:
-            self._waited[int(bucket_of(np.array([max(seconds, 0.0)]), WAITING)[0])] += 1
+            self._waited[bisect_left(WAITING, seconds)] += 1
             self._waited_seconds += max(seconds, 0.0)
 
     def retried(self, how: str) -> None:
@@ -155,53 +155,46 @@ class ServiceMetrics(Collector):
             waited, seconds, log_failures = list(self._waited), self._waited_seconds, self._log_failures
             failed = {(name, str(state)): at for name, state, at in self._failed.values()}
             running = {each.job: job in self._running for job, each in self._collectors.items()}
-        yield _family(GaugeMetricFamily, "jobs", "Jobs by state.", jobs, "state")
-        yield _family(GaugeMetricFamily, "job_running", "1 while the job runs, 0 after its run.", running, "job")
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        yield _family(gauge, "jobs", "Jobs by state.", jobs, "state")
+        yield _family(gauge, "job_running", "1 while the job runs, 0 after its run.", running, "job")
         text = "Unix time since which a job is failed or quarantined, of those that became so last."
-        since = GaugeMetricFamily("asyncpipe_job_failure_timestamp_seconds", text, labels=("job", "state"))
-        for labels, at in failed.items():
-            since.add_metric(labels, at)
-        yield since
+        yield _family(gauge, "job_failure_timestamp_seconds", text, failed, "job", "state")
         text = "Transitions of jobs since the service started, by the state that they led to."
-        yield _family(CounterMetricFamily, "job_transitions", text, transitions, "to")
+        yield _family(counter, "job_transitions", text, transitions, "to")
         text = "Retries after failures: of a step on the same batch, or of a job from its last snapshot."
-        yield _family(CounterMetricFamily, "job_retries", text, retries, "how")
+        yield _family(counter, "job_retries", text, retries, "how")
         text = "Seconds in the queue before a job started, for each start."
         yield HistogramMetricFamily("asyncpipe_job_queue_seconds", text, buckets=_buckets(waited), sum_value=seconds)
-        yield _family(GaugeMetricFamily, "service_ready", "1 if the service takes new jobs, else 0.", {"": ready})
-        text = "Transactions of the job store since the service started."
-        yield _family(CounterMetricFamily, "store_commits", text, {"": commits})
+        yield _family(gauge, "service_ready", "1 if the service takes new jobs, else 0.", {(): ready})
+        yield _family(
+            counter, "store_commits", "Transactions of the job store since the service started.", {(): commits}
+        )
         text = "Tasks that ran much longer than before, so that their steps were failed."
-        yield _family(CounterMetricFamily, "hung_tasks", text, {"": hung})
+        yield _family(counter, "hung_tasks", text, {(): hung})
         text = "Seconds since something came from a worker of the service that is up."
-        yield _family(GaugeMetricFamily, "worker_heartbeat_age_seconds", text, self.heartbeats(), "worker")
+        yield _family(gauge, "worker_heartbeat_age_seconds", text, self.heartbeats(), "worker")
         text = "1 while jobs are to leave the host, else 0. A worker that names no host is one by itself."
-        yield _family(GaugeMetricFamily, "host_draining", text, self.drained(), "host")
-        text = "Failures to write the files of a job's log."
-        yield _family(CounterMetricFamily, "job_log_failures", text, {"": log_failures})
+        yield _family(gauge, "host_draining", text, self.drained(), "host")
+        yield _family(counter, "job_log_failures", "Failures to write the files of a job's log.", {(): log_failures})
 
 
 def _family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
     text: str,
-    values: Mapping[str, float],
-    label: str | None = None,
+    values: Mapping[Any, float],
+    *labels: str,
 ) -> Metric:
-    """The family ``asyncpipe_NAME`` with a sample for each of ``values``, by the value of ``label`` if it has one."""
-    family = kind(f"asyncpipe_{name}", text, labels=() if label is None else (label,))
+    """The family ``asyncpipe_NAME`` with a sample for each of ``values``, by the value or values of its ``labels``."""
+    family = kind(f"asyncpipe_{name}", text, labels=labels)
     for key, value in values.items():
-        family.add_metric(() if label is None else (str(key),), float(value))
+        family.add_metric(key if isinstance(key, tuple) else (str(key),), float(value))
     return family
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:
-    found = []
-    total = 0
-    for bound, count in zip([*(2.0**exponent for exponent in WAITING), inf], counts, strict=True):
-        total += count
-        found.append(("+Inf" if bound == inf else repr(bound), float(total)))
-    return found
+    return list(zip([*map(repr, WAITING), "+Inf"], map(float, accumulate(counts)), strict=True))
 
 
 def _distinct(name: str, job: str, taken: set[str]) -> str:

@@ -54,10 +54,6 @@ class StoreError(AsyncpipeError, RuntimeError):
         super().__init__(f"the job store {path} {what}; {advice}")
         self.path = path
         self.problem = problem
-        self._words = (what, advice)
-
-    def __reduce__(self) -> tuple[type[StoreError], tuple[Path, StoreProblem, str, str]]:
-        return type(self), (self.path, self.problem, *self._words)
 
 
 _RESTORE = "restore it from a backup, or move it, its -wal file and the folder jobs away to begin with nothing"

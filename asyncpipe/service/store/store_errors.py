@@ -27,9 +27,6 @@ class UnknownJobError(AsyncpipeError, LookupError):
         super().__init__(f"there is no job {job!r:.100}; ids are given when jobs are submitted, and listed")
         self.job = job
 
-    def __reduce__(self) -> tuple[type[UnknownJobError], tuple[str]]:
-        return type(self), (self.job,)
-
 
 class PastDeadlineError(AsyncpipeError, ValueError):
     """A job was submitted with a deadline that has passed."""
@@ -37,9 +34,6 @@ class PastDeadlineError(AsyncpipeError, ValueError):
     def __init__(self, deadline: float) -> None:
         super().__init__(f"the deadline {deadline:.0f} has passed; give a Unix time that is still to come")
         self.deadline = deadline
-
-    def __reduce__(self) -> tuple[type[PastDeadlineError], tuple[float]]:
-        return type(self), (self.deadline,)
 
 
 class JobCandidate(NamedTuple):
@@ -60,9 +54,6 @@ class AmbiguousJobError(AsyncpipeError, LookupError):
         self.text = text
         self.candidates = tuple(candidates[:MOST_CANDIDATES])
 
-    def __reduce__(self) -> tuple[type[AmbiguousJobError], tuple[str, tuple[JobCandidate, ...]]]:
-        return type(self), (self.text, self.candidates)
-
 
 class IdempotencyConflictError(AsyncpipeError, ValueError):
     """An idempotency key was used before with another specification; ``job`` is the id of the job that it created."""
@@ -73,9 +64,6 @@ class IdempotencyConflictError(AsyncpipeError, ValueError):
         self.key = key
         self.job = job
 
-    def __reduce__(self) -> tuple[type[IdempotencyConflictError], tuple[str, str]]:
-        return type(self), (self.key, self.job)
-
 
 class QueueFullError(AsyncpipeError, RuntimeError):
     """The queue is full; the job was not submitted or resumed."""
@@ -83,6 +71,3 @@ class QueueFullError(AsyncpipeError, RuntimeError):
     def __init__(self, most: int) -> None:
         super().__init__(f"the queue is full: {most} jobs wait; try again when some of them have begun")
         self.most = most
-
-    def __reduce__(self) -> tuple[type[QueueFullError], tuple[int]]:
-        return type(self), (self.most,)

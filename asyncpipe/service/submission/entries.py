@@ -20,7 +20,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NotRequired, Required, TypeVar, get_type_hints
 
@@ -31,6 +30,7 @@ from typing_extensions import TypedDict  # Pydantic reads typing's own from Pyth
 from asyncpipe.errors import OptionError
 from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
 from asyncpipe.service.submission.parameter_rules import can_be_given, unsafe_values
+from asyncpipe.train.entry import named_function
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.validation import WrongKey, adapter_wrong_keys, similar
 from asyncpipe.train.workload import Workload
@@ -230,15 +230,10 @@ def _for_each(names: Iterable[str], make: Callable[[str], _T]) -> dict[str, _T]:
 
 
 def _imported(name: str) -> Factory:
-    module_name, _, attribute = name.partition(":")
     try:
-        found: object = getattr(import_module(module_name), attribute, None)
-    except (Exception, SystemExit) as error:  # The module's code may raise anything; parsing a command line exits.
-        problem = f"module {module_name!r} could not be imported: {type(error).__name__}: {error}"
-        raise SettingsError(f"entries.{name}: {problem}") from error
-    if not callable(found):
-        raise SettingsError(f"entries.{name}: module {module_name!r} has no function {attribute!r}")
-    return found
+        return named_function(name)
+    except OptionError as error:
+        raise SettingsError(f"entries.{name}: {error}") from error
 
 
 def _named_parameters(name: str, factory: Factory) -> Iterator[tuple[str, inspect.Parameter]]:

@@ -97,9 +97,6 @@ class SubmissionError(AsyncpipeError, ValueError):
         self.problems = [WrongKey(*problem) for problem in problems]
         super().__init__("\n".join(map(str, self.problems)))
 
-    def __reduce__(self) -> tuple[type[SubmissionError], tuple[list[WrongKey]]]:
-        return type(self), (self.problems,)
-
 
 def _up_to(most: int, least: int = 1) -> Any:
     return Field(ge=least, le=most, description=f"must be an integer from {least} to {most}")
