@@ -182,12 +182,15 @@ class JobLog:
 
     # Followers
 
-    async def follow(self, after: int = 0) -> AsyncGenerator[list[JobEvent], None]:
+    def follow(self, after: int = 0) -> AsyncGenerator[list[JobEvent], None]:
         """All events after event ``after``, and the steps from now on, until no more events can come.
 
         Raises ``StoreError``.
         """
-        seen, read = self.version, -1
+        return self._follow(after, self.version)
+
+    async def _follow(self, after: int, seen: int) -> AsyncGenerator[list[JobEvent], None]:
+        read = -1
         while True:
             version, written, is_over, found = self.version, self.written, self.is_over, list[JobEvent]()
             if read != written:

@@ -75,9 +75,9 @@ async def test_jobs_leave_a_drained_host_after_their_step_and_come_back(tmp_path
         # Nothing is left: it waits, and says so.
         for name in settings.devices:
             await hosts.drain(name)
-        while manager.waits_for(job) is None:  # noqa: ASYNC110
+        while manager.outlook(job).waits_for is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        assert manager.waits_for(job) == "waits: cpu:0, cpu:1 are not to be used"
+        assert manager.outlook(job).waits_for == "waits: cpu:0, cpu:1 are not to be used"
         await hosts.undrain("cpu:2")
         await trains_in("cpu:2", "cpu:2#1")
         await manager.jobs.pause(job, "enough")

@@ -23,10 +23,11 @@ from store_helpers import (
 )
 
 from asyncpipe.errors import OptionError
-from asyncpipe.service.job_states import JobRecord, JobStateError
+from asyncpipe.service.job_states import JobRecord, JobState, JobStateError
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     JobStore,
+    QueueFullError,
     StoreError,
     StoreProblem,
     UnknownJobError,
@@ -106,23 +107,33 @@ async def test_a_key_makes_one_job(path):
         assert len({(await submitted(store, SPEC)).id for _ in range(3)}) == 3
 
 
-async def test_recovery_queues_what_was_running_the_foreground_first(path):
-    background = {**SPEC, "priority_class": "background"}
-    async with JobStore(path, make_id=numbered()) as store:
-        for spec in (background, SPEC, background, SPEC, SPEC):
-            job = await submitted(store, spec)
-            await store.transition(job.id, RUNNING, "because")
-        await progress(store, "job-2", 7, "step-5")
-        await store.transition("job-4", PAUSED, "asked for")
+async def test_a_full_queue_takes_no_more_but_answers_for_what_it_has(path):
     async with JobStore(path) as store:
-        recovered = await store.recover()
-        assert [job.id for job in recovered] == ["job-2", "job-5", "job-1", "job-3"]
-        found = {(job.state, job.cause, job.attempts, job.crashes) for job in recovered}
-        assert found == {(QUEUED, "the service was restarted", 1, 1)}
-        assert (recovered[0].step, recovered[0].snapshot) == (7, "step-5")
-        assert (await store.get("job-4")).state is PAUSED
-        assert await store.recover() == ()
-        assert [step.to_state for step in await store.history("job-1")] == [QUEUED, RUNNING, QUEUED]
+        first, new = await store.add(SPEC, "key", most_queued=2)
+        assert new
+        await store.add(SPEC, most_queued=2)
+        with pytest.raises(QueueFullError, match="the queue is full: 2 jobs wait"):
+            await store.add(SPEC, most_queued=2)
+        assert await store.add(SPEC, "key", most_queued=2) == (first, False)
+        await store.transition(first.id, PAUSED, "because")
+        assert (await store.add(SPEC, most_queued=2))[1]
+        assert await store.count() == dict.fromkeys(JobState, 0) | {QUEUED: 2, PAUSED: 1}
+
+
+async def test_a_full_queue_lets_no_paused_job_in(path):
+    async with JobStore(path) as store:
+        first, second = await submitted(store, SPEC), await submitted(store, SPEC)
+        await store.transition(first.id, PAUSED, "because")
+        with pytest.raises(QueueFullError, match="the queue is full: 1 jobs wait; try again"):
+            await store.transition(first.id, QUEUED, "because", most_queued=1)
+        assert (await store.get(first.id)).state is PAUSED
+        assert len(await store.history(first.id)) == 2
+        with pytest.raises(JobStateError, match="cannot become queued"):
+            await store.transition(second.id, QUEUED, "because", most_queued=1)
+        await store.transition(second.id, RUNNING, "because")
+        assert (await store.transition(first.id, QUEUED, "because", most_queued=1)).state is QUEUED
+        # What ran has its place.
+        assert (await store.transition(second.id, QUEUED, "because")).state is QUEUED
 
 
 def test_ids_sort_by_time_and_differ():
