@@ -310,6 +310,7 @@ class Manager:
         while True:
             try:
                 async with self.jobs.turn(job):
+                    await self.logs.flush(job)  # A store that has failed may have its last steps now.
                     counted = replace(run.record, failures=failures, crashes=crashes)
                     to, cause = next_state(outcome, counted, most_crashes, self.shutdown)
                     await self.jobs.become(run.record, to, cause, crashed=crashed, failed=failed)
