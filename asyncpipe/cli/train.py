@@ -70,13 +70,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="ADDRESS",
         help="the cluster that --workers ray uses, as 10.0.0.5:6379; by default one starts on this machine",
     )
-    parser.add_argument(
-        "--compile",
-        nargs="?",
-        const=True,
-        choices=("cudagraphs",),
-        help="compile each stage with torch.compile; with 'cudagraphs' capture its kernels in CUDA graphs instead",
-    )
+    parser.add_argument("--compile", action="store_const", const=True, help="compile each stage with torch.compile")
     _add_watching(parser)
     parser.add_argument("--no-progress", action="store_true", help="print the summary only")
     parser.set_defaults(run=_train)
