@@ -31,11 +31,11 @@ from asyncpipe.ops.torch_internals import version_of
 
 __all__ = ["BufferValues", "StageBuffers", "shared_buffers"]
 
-BufferValues = dict[int, dict[str, Tensor | None]]
-"""Buffers of a stage, by number of the module and by name."""
-
 _BufferKey = tuple[int, str]
 """Where a buffer is: the number of the module, and the name."""
+
+BufferValues = dict[_BufferKey, Tensor | None]
+"""Buffers of some modules of a stage."""
 
 _NORMS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
 
@@ -49,15 +49,6 @@ class _Owner(NamedTuple):
     module: nn.Module
     needs_copies: bool
     """Whether its backward may read what its forward changes. That of torch's norms does not."""
-
-    def put(self, values: Mapping[str, Tensor | None]) -> None:
-        """Make ``values`` the module's buffers, in the table that it has."""
-        table = self.module._buffers
-        for name in [name for name in table.keys() if name not in values]:  # noqa: SIM118 - TorchScript's is no dict.
-            del table[name]
-        for name, tensor in values.items():
-            if name not in table or table[name] is not tensor:
-                table[name] = tensor
 
 
 _Owners = dict[int, _Owner]
@@ -81,25 +72,16 @@ class _Sight:
     def __init__(self, owners: _Owners) -> None:
         self._owners = owners
         self.values = _values(owners)
-        self._versions = [
-            (number, name, tensor, _version(tensor))
-            for number, values in self.values.items()
-            for name, tensor in values.items()
-            if tensor is not None
-        ]
+        self._versions = [(key, each, _version(each)) for key, each in self.values.items() if each is not None]
 
     def counted(self) -> set[_BufferKey]:
         """The tensors of that moment that were changed in place, as torch counts."""
-        return {(number, name) for number, name, tensor, version in self._versions if _version(tensor) != version}
+        return {key for key, tensor, version in self._versions if _version(tensor) != version}
 
     def replaced(self) -> set[_BufferKey]:
         """The buffers that are other tensors now, or were added or removed."""
-        return {
-            (number, name)
-            for number, now in _values(self._owners).items()
-            for name in self.values[number].keys() | now.keys()
-            if self.values[number].get(name) is not now.get(name)
-        }
+        before, now = self.values, _values(self._owners)
+        return {key for key in before.keys() | now.keys() if before.get(key) is not now.get(key)}
 
     def changed(self) -> set[_BufferKey]:
         return self.counted() | self.replaced()
@@ -117,11 +99,7 @@ class StageBuffers:
             for number, (path, part) in enumerate(with_buffers)
         }
         self._shared = shared
-        self._unknown = _Parts(
-            copied={number: owner for number, owner in self._owners.items() if owner.needs_copies},
-            plain={},
-            others={number: owner for number, owner in self._owners.items() if not owner.needs_copies},
-        )
+        self._unknown = self._split({number for number, owner in self._owners.items() if owner.needs_copies})
         self._parts: dict[tuple[bool, ...], _Parts] = {}
         """By mode; missing until the first forward in it."""
         self._lock = NestingLock()
@@ -180,58 +158,46 @@ class StageBuffers:
             # Copied again where a lazy module has only now made the buffers, with values that torch's do not read.
             kept.update(_copies(before) if first else before)
             kept.update(_copies(originals.values))
-            for number in kept.keys() & self._parts[mode].others.keys():
-                del kept[number]
-        self._write_back(originals.values, copies, left, changed)
+            for key in [key for key in kept if key[0] in self._parts[mode].others]:
+                del kept[key]
+        for key, copy in copies.items():
+            # A buffer that is still the copy becomes the original again, with the values of the copy.
+            if copy is not None and left.get(key) is copy:
+                original = left[key] = originals.values[key]
+                if original is not None and original is not copy and key in changed:
+                    with torch.no_grad():
+                        original.copy_(copy)
+        _put(copied, left)
 
     def _changes(self, originals: _Sight, copies: BufferValues, left: BufferValues, first: bool) -> set[_BufferKey]:
         """What a forward on ``copies`` has changed. Raises ``StageError`` if it changed an original instead."""
-        changed = {
-            (number, name)
-            for number, now in left.items()
-            for name in copies[number] | now
-            if now.get(name) is not copies[number].get(name)
-        }
-        for number, name in originals.counted():
-            if copies[number][name] is not originals.values[number][name]:
+        changed = {key for key in copies.keys() | left.keys() if left.get(key) is not copies.get(key)}
+        for key in originals.counted():
+            if copies[key] is not originals.values[key]:
                 raise StageError(
-                    f"stage {self._stage} changes the buffer {self._name(number, name)} by another reference to its "
+                    f"stage {self._stage} changes the buffer {self._name(*key)} by another reference to its "
                     "tensor than its module's; change it as self.buffer, since the module has a copy of it meanwhile"
                 )
-            changed.add((number, name))
-        for number, mine in copies.items():
-            for name, copy in mine.items():
-                original = originals.values[number][name]
-                if copy is None or original is None or copy is original:
-                    continue
-                if _version(copy):
-                    changed.add((number, name))
-                elif not _equal(copy, original) if first else number in self._uncounted:
-                    self._uncounted.add(number)
-                    changed.add((number, name))
+            changed.add(key)
+        for key, copy in copies.items():
+            original = originals.values[key]
+            if copy is None or original is None or copy is original:
+                continue
+            if _version(copy):
+                changed.add(key)
+            elif not _equal(copy, original) if first else key[0] in self._uncounted:
+                self._uncounted.add(key[0])
+                changed.add(key)
         return changed
-
-    def _write_back(
-        self, originals: BufferValues, copies: BufferValues, left: BufferValues, changed: set[_BufferKey]
-    ) -> None:
-        """Give the buffers what a forward has left in their place, which are copies or other tensors."""
-        for number, mine in left.items():
-            for name, tensor in mine.items():
-                if tensor is None or tensor is not copies[number].get(name):
-                    continue
-                original = mine[name] = originals[number][name]
-                if original is not None and original is not tensor and (number, name) in changed:
-                    with torch.no_grad():
-                        original.copy_(tensor)
-        _put(self._owners, left)
 
     def _recomputation(self, kept: BufferValues) -> Iterator[None]:
         """The second run of a forward: it reads and changes what was kept of the first."""
         before = _Sight(self._owners)
-        _put(self._owners, _copies(kept) if may_recompute_again() else kept)
+        owners = {number: self._owners[number] for number, _ in kept}
+        _put(owners, _copies(kept) if may_recompute_again() else kept)
         try:
             yield
-            changed = before.counted() | {place for place in before.replaced() if place[0] not in kept}
+            changed = before.counted() | {key for key in before.replaced() if key[0] not in owners}
         finally:
             _put(self._owners, before.values)
         if changed:
@@ -300,36 +266,37 @@ def shared_buffers(stages: Sequence[nn.Module]) -> list[dict[tuple[str, str], in
 
 
 def _values(owners: _Owners) -> BufferValues:
-    return {number: dict(owner.module._buffers.items()) for number, owner in owners.items()}
+    return {(number, name): each for number, owner in owners.items() for name, each in owner.module._buffers.items()}
 
 
 def _put(owners: _Owners, values: BufferValues) -> None:
-    for number, mine in values.items():
-        owners[number].put(mine)
+    """Make ``values`` the buffers of ``owners``, in the tables that they have."""
+    for number, owner in owners.items():
+        table = owner.module._buffers
+        for name in [name for name in table.keys() if (number, name) not in values]:  # noqa: SIM118 - TorchScript's is no dict.
+            del table[name]
+    for (number, name), tensor in values.items():
+        table = owners[number].module._buffers
+        if name not in table or table[name] is not tensor:
+            table[name] = tensor
 
 
 def _copies(values: BufferValues) -> BufferValues:
     """Copies of ``values``; a tensor with two names has one copy."""
     made: dict[int, Tensor] = {}
-
-    def copy(tensor: Tensor | None) -> Tensor | None:
-        # What requires a gradient collects it, or belongs to a graph; a lazy buffer has no values yet.
-        if tensor is None or tensor.requires_grad or is_lazy(tensor):
-            return tensor
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor.clone()
-        return made[id(tensor)]
-
-    return {number: {name: copy(tensor) for name, tensor in mine.items()} for number, mine in values.items()}
+    for each in values.values():
+        if each is not None and id(each) not in made:
+            # What requires a gradient collects it, or belongs to a graph; a lazy buffer has no values yet.
+            made[id(each)] = each if each.requires_grad or is_lazy(each) else each.clone()
+    return {key: None if each is None else made[id(each)] for key, each in values.items()}
 
 
 def _differing(ours: BufferValues, theirs: BufferValues) -> set[_BufferKey]:
     """Where the values differ, of tensors that are not the same."""
     return {
-        (number, name)
-        for number, mine in ours.items()
-        for name, tensor in mine.items()
-        if tensor is not None and tensor is not (other := theirs[number][name]) and not _equal(tensor, other)
+        key
+        for key, tensor in ours.items()
+        if tensor is not None and tensor is not (other := theirs[key]) and not _equal(tensor, other)
     }
 
 
