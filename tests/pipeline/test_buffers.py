@@ -241,7 +241,7 @@ def test_a_traced_model(mode: str) -> None:
 
 
 def test_a_replaced_buffer_beside_a_tied_weight() -> None:
-    """The stage works with a shadow of the module, and the model sees the buffer."""
+    """The stage works with an image of the module, and the model sees the buffer."""
 
     class Tied(FromNothing):
         def __init__(self, weight: nn.Parameter) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.core.hangs.reports import ReceiverReport
@@ -18,7 +17,7 @@ from asyncpipe.ops.edges.payload import PayloadIn, read_inline
 from asyncpipe.ops.edges.window import Window
 from asyncpipe.ops.edges.wire import HEADER_SIZE, INLINE, STREAMED, EdgeFrameKind, Frame, encode_credit
 
-__all__ = ["EdgeIn", "EdgeInCounters"]
+__all__ = ["EdgeIn"]
 
 FREED_TOGETHER = 8
 """So many free slots are told of without a credit to tell."""
@@ -27,17 +26,6 @@ LEFT_SECONDS = 0.02
 """What nobody else has taken for so long is taken by the edge's thread."""
 STUCK_SECONDS = 0.25
 """Nobody takes so long to take what is there."""
-
-
-class EdgeInCounters(NamedTuple):
-    """What an edge has done, from its receiver's view."""
-
-    messages: int
-    bytes: int
-    dropped: int
-    """Messages of old epochs, which were read and not delivered."""
-    held: int
-    """Messages that have arrived and were not released."""
 
 
 class EdgeIn:
@@ -95,7 +83,7 @@ class EdgeIn:
         self._held: dict[int, EdgeHeader] = {}
         """The headers of messages that were not released, by their number on this edge."""
         self._freed: list[int] = []
-        self._messages = self._bytes = self._dropped = 0
+        self._messages = 0
         self._closing = False
         self._over = False
         self._thread = threading.Thread(target=self._run, name=f"asyncpipe edge {peer}>{me}", daemon=True)
@@ -126,9 +114,6 @@ class EdgeIn:
         with self._lock:
             self._window.size = check_positive("window", window)
             self._tell()
-
-    def counters(self) -> EdgeInCounters:
-        return EdgeInCounters(self._messages, self._bytes, self._dropped, self._window.held)
 
     @property
     def held(self) -> list[EdgeHeader]:
@@ -252,7 +237,6 @@ class EdgeIn:
             if not self._window.arrive():
                 raise ValueError(f"a message came that is beyond the window of {self._window.size}")
             self._messages += 1
-            self._bytes += layout.size
             self._held[self._messages] = header
             self._tell()
             release = partial(self._release, self._messages)
@@ -262,7 +246,6 @@ class EdgeIn:
     def _deliver(self, message: ReceivedMessage) -> None:
         """With ``_delivering``."""
         if message.header.epoch < self._epoch:
-            self._dropped += 1
             message.release()
         elif message.header.epoch > self._epoch:
             self._early.append(message)

@@ -28,11 +28,6 @@ class Window:
         """The limit that the sender was told."""
         return self._told
 
-    @property
-    def held(self) -> int:
-        """Messages that have arrived and were not released."""
-        return self._arrived - self._released
-
     def arrive(self) -> bool:
         """Whether this message was allowed."""
         self._arrived += 1

@@ -8,7 +8,7 @@ in ``pipe(x)`` by the caller's autograd engine, in a step by the gradient guard.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -23,13 +23,9 @@ def hooked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [each for each in parameters if gradient_hooks(each) or accumulated_hooks(each)]
 
 
-def without_hooks(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-    """Disable the hooks of ``parameters`` inside. Costs nothing where there are none."""
-    return _without_hooks(parameters) if parameters else nullcontext()
-
-
 @contextmanager
-def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Disable the hooks of ``parameters`` inside."""
     aside = [
         (hooks, dict(hooks))
         for parameter in parameters

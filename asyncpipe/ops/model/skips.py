@@ -27,10 +27,10 @@ import functools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from torch import Tensor, nn
 
@@ -67,26 +67,15 @@ class pop:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
 class Namespace:
     """Keeps skips of the same name apart: only layers that share a namespace see each other's skips.
 
     Two namespaces differ, but one equals its copies, pickled ones too: a copied layer shares skips with the others.
     """
 
-    __slots__ = ("id",)
-
-    def __init__(self) -> None:
-        self.id = uuid4()
-        """Equal in copies."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and self.id == other.id
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-    def __repr__(self) -> str:
-        return f"Namespace({self.id.int:#x})"
+    id: UUID = field(default_factory=uuid4, init=False)
+    """Equal in copies."""
 
 
 SkipKey = tuple[Namespace | None, str]

@@ -97,6 +97,8 @@ class StageCompiler:
         self._lock = threading.Lock()
         self.compilations: list[Compilation] = []
         """All so far."""
+        self._is_eager = False
+        """Whether a call was seen that the compiler had nothing to do with."""
         compile_gate.is_used = True
 
     @contextmanager
@@ -194,53 +196,43 @@ class StageCompiler:
                 raise CompileError(self._stage, why) from error
             raise
         if compiled.graphs > graphs:
-            again = recompile_reason() if graphs else ""
-            breaks = tuple(reason for reason, count in break_reasons().items() if count > broken.get(reason, 0))
-            self._note(compiled, sent, compiled.graphs - graphs, again, breaks, began, notes)
-        elif not self._option.fullgraph and compiled.runs == runs:
-            self._tell_eager(notes)
+            trains = torch.is_grad_enabled()
+            made = Compilation(
+                self._stage,
+                self._option.name,
+                "training" if trains else "forward",
+                compiled.graphs - graphs,
+                _backward_graphs(sent) if trains else 0,
+                () if self._option.fullgraph else _new_breaks(broken),
+                recompile_reason() if graphs else "",
+                compiled.ended - began,
+            )
+            self._note(made, notes)
+        elif not self._option.fullgraph and compiled.runs == runs and not self._is_eager:
+            self._is_eager = True
+            self._note(Compilation(self._stage, self._option.name, "eager", 0, 0, (), "", 0.0), notes)
         return sent
 
-    def _note(
-        self,
-        compiled: _Compiled,
-        sent: Mapping[int, Any],
-        graphs: int,
-        again: str,
-        breaks: tuple[str, ...],
-        began: float,
-        notes: list[Compilation],
-    ) -> None:
-        trains = torch.is_grad_enabled()
-        made = Compilation(
-            self._stage,
-            self._option.name,
-            "training" if trains else "forward",
-            graphs,
-            _backward_graphs(sent) if trains else 0,
-            breaks if not self._option.fullgraph else (),
-            again,
-            compiled.ended - began,
-        )
+    def _note(self, made: Compilation, notes: list[Compilation]) -> None:
         self.compilations.append(made)
         notes.append(made)
+        if made.kind == "eager":
+            _logger.warning(
+                "stage %d runs without the compiler: it was compiled for too many different calls, or nothing of it "
+                "can be compiled; fullgraph=True makes that an error",
+                self._stage,
+            )
+            return
         for reason in made.graph_breaks:
             _logger.warning("stage %d is not one graph: %s", self._stage, reason)
-        if again:
-            _logger.warning("stage %d was compiled once more: %s", self._stage, again)
+        if made.again:
+            _logger.warning("stage %d was compiled once more: %s", self._stage, made.again)
         _logger.info("compiled stage %d in %.1f s", self._stage, made.seconds)
 
-    def _tell_eager(self, notes: list[Compilation]) -> None:
-        if any(each.kind == "eager" for each in self.compilations):
-            return
-        made = Compilation(self._stage, self._option.name, "eager", 0, 0, (), "", 0.0)
-        self.compilations.append(made)
-        notes.append(made)
-        _logger.warning(
-            "stage %d runs without the compiler: it was compiled for too many different calls, or nothing of it can be "
-            "compiled; fullgraph=True makes that an error",
-            self._stage,
-        )
+
+def _new_breaks(before: Mapping[str, int]) -> tuple[str, ...]:
+    """Why graphs were broken since ``break_reasons`` was ``before``."""
+    return tuple(reason for reason, count in break_reasons().items() if count > before.get(reason, 0))
 
 
 def _own_code(stage: int) -> Callable[[nn.Module, Received], Mapping[int, Any]]:

@@ -1,12 +1,13 @@
 """Places stages on devices, and ties the parameters and buffers that stages on different devices share.
 
 A parameter that stages on several devices use has one owner: the first of these stages. The optimizer and the state
-dict see the owner's tensor. Every other stage uses a *replica* on its own device, in a shadow of its module, so that
-the model itself does not change. Each step copies the owner's values to the replicas before their first forward, and
-adds the replicas' gradients to the owner's after their last backward. Both are tasks (``core/graph/lower.py``)::
+dict see the owner's tensor. Every other stage uses a *replica* on its own device, in an image of its module
+(``module_image.py``), so that the model itself does not change. Each step copies the owner's values to the replicas
+before their first forward, and adds the replicas' gradients to the owner's after their last backward. Both are tasks
+(``core/graph/lower.py``)::
 
     model      embedding.weight ═════════════════ head.weight        one nn.Parameter
-    stage 0    owner ───C(0>3)──▶ replica        stage 3's shadow of head
+    stage 0    owner ───C(0>3)──▶ replica        stage 3's image of head
                  ▲                   │
                 S(0) ◀───C(3>0)──── .grad
 
@@ -27,10 +28,10 @@ from asyncpipe.errors import SharedParameterError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers, shared_buffers
 from asyncpipe.ops.model.input_copies import InputCopies
+from asyncpipe.ops.model.module_image import ModuleImage
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
-from asyncpipe.ops.torch_internals import refresh_flat_weights
 
 __all__ = ["Replica", "Ties", "place"]
 
@@ -67,11 +68,11 @@ class Replica:
 
 
 class Ties:
-    """All replicas, by owner and user stage, and the shadow modules that use them."""
+    """All replicas, by owner and user stage, and the images of modules that use them."""
 
     def __init__(self) -> None:
         self._replicas: dict[tuple[int, int], list[Replica]] = {}
-        self._shadows: list[_Shadow] = []
+        self._images: list[ModuleImage] = []
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -95,9 +96,9 @@ class Ties:
         return gradients
 
     def refresh(self) -> None:
-        """Copy to the shadows what was changed on their modules: training mode, hooks, other attributes."""
-        for shadow in self._shadows:
-            shadow.refresh()
+        """Copy to the images what was changed on their modules: training mode, hooks, other attributes."""
+        for image in self._images:
+            image.refresh()
         for replica in self.all():
             replica.tensor.requires_grad_(replica.owner.requires_grad)
 
@@ -132,7 +133,7 @@ class Ties:
         replicas.append(Replica(slot, copy))
         return copy
 
-    def shadow(
+    def image(
         self, module: nn.Module, replaced: dict[tuple[int, str], Tensor], made: dict[int, nn.Module]
     ) -> nn.Module:
         """``module`` with the tensors in ``replaced``, by (id of the module, name). Everything else is shared.
@@ -143,37 +144,15 @@ class Ties:
             return made[id(module)]
         made[id(module)] = module
         children = {
-            name: self.shadow(child, replaced, made) for name, child in module._modules.items() if child is not None
+            name: self.image(child, replaced, made) for name, child in module._modules.items() if child is not None
         }
         mine = {name: tensor for (owner, name), tensor in replaced.items() if owner == id(module)}
         if not mine and all(children[name] is module._modules[name] for name in children):
             return module
-        shadow = _Shadow(module, children, mine)
-        shadow.refresh()
-        self._shadows.append(shadow)
-        made[id(module)] = shadow.copy
-        return shadow.copy
-
-
-class _Shadow:
-    """A copy of a module with the same class and attributes, but some other children and tensors."""
-
-    def __init__(self, module: nn.Module, children: dict[str, nn.Module], tensors: dict[str, Tensor]) -> None:
-        self.copy: nn.Module = module.__class__.__new__(module.__class__)
-        self._module = module
-        self._children = children
-        self._tensors = tensors
-
-    def refresh(self) -> None:
-        tables = {
-            table: {name: self._tensors.get(name, value) for name, value in getattr(self._module, table).items()}
-            for table in ("_parameters", "_buffers")
-            # A table without a replica is the module's own, in which a forward may replace a buffer.
-            if not self._tensors.keys().isdisjoint(getattr(self._module, table))
-        }
-        modules = {**self._module._modules, **self._children}
-        self.copy.__dict__.update(self._module.__dict__, _modules=modules, **tables)
-        refresh_flat_weights(self.copy)
+        image = ModuleImage(module, children, mine)
+        self._images.append(image)
+        made[id(module)] = image.copy
+        return image.copy
 
 
 def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device]) -> tuple[list[Stage], Ties]:
@@ -209,7 +188,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
                 replica = ties.add(owner, user, source, devices[placement[user]].physical)
                 replaced[user][id(slot.module), slot.name] = replica
     modules = [
-        cast(StageModule, ties.shadow(stage, slots, {})) for stage, slots in zip(model.stages, replaced, strict=True)
+        cast(StageModule, ties.image(stage, slots, {})) for stage, slots in zip(model.stages, replaced, strict=True)
     ]
     return [
         Stage(

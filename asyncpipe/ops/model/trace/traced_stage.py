@@ -78,7 +78,7 @@ class TracedStage(StageModule):
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
         """Run the graph of the current mode. A link that this mode does not use gets an empty tuple."""
         part = self.graphs[self.training]
-        # Looked up every time, since the shadow of a module (ops/model/ties.py) has other tensors.
+        # Looked up every time, since the image of a module (ops/model/module_image.py) has other tensors.
         state = [attrgetter(name)(self) for name in part.state]
         if part.changed and is_recomputing():
             # The first run has changed it already, so the recomputation changes copies. (Buffers are copies anyway.)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import NamedTuple
 
 from torch import nn
 
+from asyncpipe.ops.model.module_image import ModuleImage
 from asyncpipe.ops.torch_internals import non_persistent_buffers
 
 __all__ = ["Image", "make_image"]
 
 
-class Image(NamedTuple):
-    """An image of one module."""
-
-    copy: nn.Module
-    original: nn.Module
+class Image(ModuleImage):
+    """An image whose children that have buffers alone follow those of the original."""
 
     def refresh(self) -> None:
-        """Copy to the image what was changed on its original: training mode, settings, the type of own buffers."""
-        kept = self.copy._modules
-        self.copy.__dict__.update(self.original.__dict__)
-        self.copy._modules = kept
-        for name, part in kept.items():
+        """As ``ModuleImage.refresh``, with the type of own buffers."""
+        super().refresh()
+        for name, part in self._children.items():
             original = self.original._modules.get(name)
             if part is not None and original is not None and type(part) is type(original) and _is_table(original):
                 _follow(part, original)
@@ -40,20 +35,18 @@ def make_image(module: nn.Module, replaced: Mapping[str, nn.Module | None], imag
     for name, part in replaced.items():
         first, _, rest = name.partition(".")
         inside.setdefault(first, {})[rest] = part
-    copy: nn.Module = type(module).__new__(type(module))
-    copy.__dict__.update(module.__dict__)
-    copy._modules = {}
+    children: dict[str, nn.Module | None] = {}
     for name, child in module._modules.items():
         below = inside.get(name)
-        if below is None:
-            copy._modules[name] = deepcopy(child) if child is not None and _is_table(child) else child
-        elif "" in below:
-            copy._modules[name] = below[""]
-        else:
-            assert child is not None
-            copy._modules[name] = make_image(child, below, images)
-    images.append(Image(copy, module))
-    return copy
+        if below is not None and "" in below:
+            children[name] = below[""]
+        elif child is not None and below is not None:
+            children[name] = make_image(child, below, images)
+        elif child is not None and _is_table(child):
+            children[name] = deepcopy(child)
+    image = Image(module, children, {})
+    images.append(image)
+    return image.copy
 
 
 def _is_table(module: nn.Module) -> bool:

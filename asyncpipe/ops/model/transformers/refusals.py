@@ -44,7 +44,7 @@ def refuse_reentrant(model: nn.Module) -> None:
 def refuse_hooked_images(images: list[Image], model: nn.Module) -> None:
     """Raise ``OptionError`` if a module that several stages have images of does more than its ``forward``."""
     names = {id(module): name for name, module in model.named_modules()}
-    for _, original in images:
+    for original in [image.original for image in images]:
         if has_hooks(original) or "forward" in vars(original):
             what = names[id(original)]
             raise OptionError(
