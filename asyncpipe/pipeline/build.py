@@ -69,7 +69,7 @@ class PipelineParts:
     @property
     def takes(self) -> Callable[[Arguments], dict[int, Any]]:
         """Maps the arguments of a micro-batch to the values that each stage takes from the caller."""
-        return self.staged.takes
+        return self.staged.caller_values
 
     @property
     def checkpoint(self) -> CheckpointMode:

@@ -22,7 +22,7 @@ from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.feed import as_feed
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.sequential import take_all
+from asyncpipe.ops.model.sequential import all_to_first
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import PipelineParts, build, join_stages
@@ -85,7 +85,7 @@ class Pipeline(ModelProxy):
         physical = set() if pool.on_hosts else {device.physical for device in self.devices}
         tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
         stages = None if pool.workers is None else RemoteStages(parts, self.devices, tenant, pool.workers)
-        if stages is not None and arguments.feed is not None and parts.takes is not take_all:
+        if stages is not None and arguments.feed is not None and parts.takes is not all_to_first:
             raise OptionError(
                 "several stages of a traced model may take something of a mini-batch, which only this process knows; "
                 "leave feed out and give mini-batches to step, give a list of stages, or use workers='threads'"

@@ -40,8 +40,8 @@ def run_stages() -> Callable[[StagedModel, Arguments], Any]:
 
 
 def _run_stages(staged: StagedModel, arguments: Arguments) -> Any:
-    takes = staged.takes(arguments)
-    received: dict[int, dict[int, Any]] = {stage: {CALLER: values} for stage, values in takes.items()}
+    caller_values = staged.caller_values(arguments)
+    received: dict[int, dict[int, Any]] = {stage: {CALLER: values} for stage, values in caller_values.items()}
     last = len(staged.stages) - 1
     for index, stage in enumerate(staged.stages):
         sent = stage(received.pop(index, {}))

@@ -30,7 +30,7 @@ class _CallerTensor:
 class CallerGradients:
     """Knows which tensors of the caller require gradients, and makes these from the gradients of micro-batches."""
 
-    def __init__(self, batch: Any, pieces: Sequence[Any], takes: Sequence[Mapping[int, Any]], dim: int) -> None:
+    def __init__(self, batch: Any, pieces: Sequence[Any], caller_values: Sequence[Mapping[int, Any]], dim: int) -> None:
         """``batch`` as the caller gave it, the micro-batches cut from it, and what each stage takes of each."""
         self._dim = dim
         places = _ends(batch, pieces)
@@ -40,8 +40,8 @@ class CallerGradients:
         # For each tensor on a link from the caller, the caller's tensor that it comes from.
         self._links: dict[tuple[int, int], list[_CallerTensor | None]] = {
             (i, stage): [places.get((i, id(tensor))) for tensor in tensors_of(value)]
-            for i, takes_of in enumerate(takes)
-            for stage, value in takes_of.items()
+            for i, values in enumerate(caller_values)
+            for stage, value in values.items()
         }
 
     def collect(self, gradients: dict[tuple[int, int, int], list[Tensor | None]]) -> list[Tensor | None]:

@@ -102,11 +102,11 @@ class StepTensors:
     """Whether the backward that runs keeps the local graphs for another backward."""
 
     @classmethod
-    def of(cls, takes: Sequence[Mapping[int, Any]], targets: Sequence[Any] = ()) -> StepTensors:
+    def of(cls, caller_values: Sequence[Mapping[int, Any]], targets: Sequence[Any] = ()) -> StepTensors:
         """The tables of a new step, from what stages take of each micro-batch, and the targets."""
         tensors = cls(targets=dict(enumerate(targets)))
-        for i, takes_of in enumerate(takes):
-            packets = {stage: Packet(value) for stage, value in takes_of.items()}
+        for i, values in enumerate(caller_values):
+            packets = {stage: Packet(value) for stage, value in values.items()}
             tensors.activations.update(((i, CALLER, stage), packet) for stage, packet in packets.items())
             shared = shared_readers({stage: packet.tensors for stage, packet in packets.items()})
             tensors.readers.update(((i, CALLER, stage), readers) for stage, readers in shared.items())

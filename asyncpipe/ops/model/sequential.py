@@ -34,7 +34,7 @@ __all__ = [
     "check_unhooked",
     "split",
     "stage_parts",
-    "take_all",
+    "all_to_first",
 ]
 
 
@@ -156,11 +156,11 @@ def stage_parts(module: nn.Module, parts: Sequence[nn.Sequential]) -> StagedMode
         module=module,
         stages=[SequentialStage(part, index, len(parts), skips) for index, part in enumerate(parts)],
         links=tuple(sorted(links)),
-        takes=take_all,
+        caller_values=all_to_first,
     )
 
 
-def take_all(arguments: Arguments) -> dict[int, Any]:
+def all_to_first(arguments: Arguments) -> dict[int, Any]:
     """What each stage takes of the caller's arguments: stage 0 takes all of them; a lone tensor by itself."""
     args, kwargs = arguments
     if not args and not kwargs:

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import TensorPickler, from_buffers, not_sendable, to_buffers
-from asyncpipe.ops.model.sequential import take_all
+from asyncpipe.ops.model.sequential import all_to_first
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.torch_internals import accumulated_hooks, gradient_hooks, refresh_flat_weights
 
@@ -57,11 +57,11 @@ def ship_model(model: StagedModel, stages: Collection[int]) -> list[pickle.Pickl
     """
     _refuse_hooks(model.module)
     owners = dict(_owners(model))
-    takes = take_all if model.takes is take_all else _takes_nothing
+    caller_values = all_to_first if model.caller_values is all_to_first else _no_caller_values
     file = io.BytesIO()
     pickler = _Pickler(file, owners, frozenset(stages))
     try:
-        pickler.dump(replace(model, takes=takes, join=None))
+        pickler.dump(replace(model, caller_values=caller_values, join=None))
     except Exception as error:
         raise not_sendable("the model", error) from error
     return to_buffers((file.getvalue(), pickler.shipped), "the model")
@@ -137,7 +137,7 @@ def state_names(model: StagedModel) -> dict[str, NamedState]:
     }
 
 
-def _takes_nothing(_: object) -> dict[int, Any]:
+def _no_caller_values(_: object) -> dict[int, Any]:
     raise AssertionError("a worker gets what its stages take from the controller")
 
 

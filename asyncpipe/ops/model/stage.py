@@ -80,7 +80,7 @@ class StagedModel:
     stages: Sequence[StageModule]
     links: tuple[tuple[int, int], ...]
     """(source, user) for each pair of stages between which values travel, with source < user."""
-    takes: Callable[[Arguments], dict[int, Any]]
+    caller_values: Callable[[Arguments], dict[int, Any]]
     """What each stage receives from the caller, given a micro-batch's arguments; called on the caller's thread.
 
     Stages that take nothing are left out. Tensors are passed on as the same objects.

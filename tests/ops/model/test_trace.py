@@ -150,7 +150,7 @@ def test_a_value_goes_straight_to_each_of_its_users(check: Check) -> None:
     model = Fan()
     staged = trace(model, Arguments.of(torch.randn(2, 3)), ["b", "c", "d"])
     assert staged.links == ((0, 1), (0, 2), (0, 3), (1, 2), (2, 3))
-    assert list(staged.takes(Arguments.of(torch.randn(2, 3)))) == [0]
+    assert list(staged.caller_values(Arguments.of(torch.randn(2, 3)))) == [0]
     check(model, staged, Arguments.of(torch.randn(4, 3)))
 
 
@@ -169,8 +169,8 @@ def test_inputs_go_to_the_stages_that_use_them(check: Check) -> None:
     left, right = torch.randn(3, 3), torch.randn(3, 2)
     staged = trace(model, Arguments.of(left, right=right), ["right", "top"])
     assert staged.links == ((0, 1), (1, 2))
-    takes = staged.takes(Arguments.of(left, right=right))
-    assert {stage: [id(value) for value in values] for stage, values in takes.items()} == {
+    caller_values = staged.caller_values(Arguments.of(left, right=right))
+    assert {stage: [id(value) for value in values] for stage, values in caller_values.items()} == {
         0: [id(left)],
         1: [id(right)],
         2: [id(left), id(right)],
@@ -241,5 +241,6 @@ def test_grad_modes_and_autocast_inside(split: Any, check: Check, run_stages: Ru
         check(model, staged, Arguments.of(torch.randn(4, 3)))
     copies = pickle.loads(pickle.dumps(list(staged.stages)))
     assert (
-        run_stages(StagedModel(model, copies, staged.links, staged.takes), Arguments.of(torch.randn(4, 3))) is not None
+        run_stages(StagedModel(model, copies, staged.links, staged.caller_values), Arguments.of(torch.randn(4, 3)))
+        is not None
     )

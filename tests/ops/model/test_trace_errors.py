@@ -174,27 +174,27 @@ def picky(doubles: None) -> StagedModel:
 )
 def test_arguments_that_do_not_fit_the_trace(arguments: Arguments, told: str, picky: StagedModel) -> None:
     with pytest.raises(BatchError) as raised:
-        picky.takes(arguments)
+        picky.caller_values(arguments)
     assert told in str(raised.value)
-    picky.takes(Arguments.of(kind="sum", batch={"ids": IDS.repeat(2, 1)}, factor=2, mask=None))
+    picky.caller_values(Arguments.of(kind="sum", batch={"ids": IDS.repeat(2, 1)}, factor=2, mask=None))
 
 
 def test_images_keep_their_sides_unless_all_sizes_may_differ() -> None:
     model, bigger = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()), Arguments.of(torch.randn(3, 2, 7, 6))
     staged = trace(model, Arguments.of(torch.randn(2, 2, 6, 6)), 2)
-    staged.takes(Arguments.of(torch.randn(5, 2, 6, 6)))
+    staged.caller_values(Arguments.of(torch.randn(5, 2, 6, 6)))
     with pytest.raises(BatchError, match=r"input.size\(\)\[2\] == 6; trace .* or with dynamic='all'"):
-        staged.takes(bigger)
-    trace(model, Arguments.of(torch.randn(2, 2, 6, 6)), 2, dynamic="all").takes(bigger)
+        staged.caller_values(bigger)
+    trace(model, Arguments.of(torch.randn(2, 2, 6, 6)), 2, dynamic="all").caller_values(bigger)
 
 
 def test_with_a_batch_only_the_number_of_samples_may_differ() -> None:
     staged = trace(
         nn.Sequential(nn.Tanh(), nn.ReLU()), Arguments.of(torch.randn(5, 2)), 2, dynamic="batch", batch_dim=1
     )
-    staged.takes(Arguments.of(torch.randn(5, 3)))
+    staged.caller_values(Arguments.of(torch.randn(5, 3)))
     with pytest.raises(BatchError, match=r"input.size\(\)\[0\] == 5"):
-        staged.takes(Arguments.of(torch.randn(4, 3)))
+        staged.caller_values(Arguments.of(torch.randn(4, 3)))
     with pytest.raises(OptionError, match="dynamic must be"):
         trace(nn.Tanh(), Arguments.of(torch.randn(5, 2)), 1, dynamic="none")  # type: ignore[arg-type]
 
@@ -227,12 +227,12 @@ def test_a_hook_that_is_registered_later_is_refused() -> None:
     model = Chain()
     staged = trace(model, Arguments.of(torch.randn(2, 4)), ["second"])
     arguments = Arguments.of(torch.randn(3, 4))
-    staged.takes(arguments)
+    staged.caller_values(arguments)
     handle = model.second.register_forward_hook(lambda *_: None)
     with pytest.raises(StageError, match="submodule 'second' got a hook after the model was traced, which its stages"):
-        staged.takes(arguments)
+        staged.caller_values(arguments)
     handle.remove()
-    staged.takes(arguments)
+    staged.caller_values(arguments)
 
 
 def test_hooks_of_all_modules_are_refused() -> None:

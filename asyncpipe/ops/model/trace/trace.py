@@ -90,7 +90,7 @@ def trace(
     To a pipeline these stages are what layers are in a sequence: with a ``balance``, also one that it chooses, each of
     its own stages is made of as many of them.
 
-    Raises ``TraceError`` if the model cannot be traced, or not be cut like that. ``takes`` of the result raises
+    Raises ``TraceError`` if the model cannot be traced, or not be cut like that. ``caller_values`` of the result raises
     ``BatchError`` for arguments that do not fit the trace.
     """
     check_choice("dynamic", dynamic, DYNAMIC)
@@ -143,7 +143,7 @@ class _Trace(NamedTuple):
 def _staged(whole: _Trace, cuts: tuple[list[int], list[int]]) -> StagedModel:
     """The stages between ``cuts``, the positions in the traces of both modes."""
     model, inputs, state, modes, hooks = whole
-    stages, links, takes = build_stages(modes, cuts, state, ModelSlots(model.modules(), state.names))
+    stages, links, caller_values = build_stages(modes, cuts, state, ModelSlots(model.modules(), state.names))
 
     def join(module: nn.Module, balance: Sequence[int]) -> StagedModel:
         if module is not model:
@@ -154,12 +154,12 @@ def _staged(whole: _Trace, cuts: tuple[list[int], list[int]]) -> StagedModel:
         return _staged(whole, ([cuts[0][end - 1] for end in last_pieces], [cuts[1][end - 1] for end in last_pieces]))
 
     _follow(stages, model.training)
-    taken = _Takes(model, stages, inputs, takes, hooks)
-    return StagedModel(model, stages, links, taken, join, recomputes=modes[0].checkpoints)
+    values = _CallerValues(model, stages, inputs, caller_values, hooks)
+    return StagedModel(model, stages, links, values, join, recomputes=modes[0].checkpoints)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Takes:
+class _CallerValues:
     """What each stage takes of a call's arguments. The stages of a copy follow the mode of its own model."""
 
     model: nn.Module
@@ -178,7 +178,7 @@ class _Takes:
             for stage, wanted in self.wanted.items()
         }
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Takes:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CallerValues:
         model = deepcopy(self.model, memo)
         return replace(self, model=model, stages=deepcopy(self.stages, memo), hooks=HookWatch(model))
 

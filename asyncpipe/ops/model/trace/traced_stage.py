@@ -140,17 +140,17 @@ def build_stages(
     _check_state(plans)
     links = tuple(sorted(set().union(*(plan.crossing for plan in plans))))
     # Sorted only so that every run writes the same graphs.
-    takes = {s: sorted(set().union(*(plan.wanted(s) for plan in plans)), key=str) for s in range(last + 1)}
-    takes = {s: wanted for s, wanted in takes.items() if wanted}
+    caller_values = {s: sorted(set().union(*(plan.wanted(s) for plan in plans)), key=str) for s in range(last + 1)}
+    caller_values = {s: wanted for s, wanted in caller_values.items() if wanted}
     stages = []
     for s in range(last + 1):
-        sources = tuple([CALLER] * (s in takes) + [source for source, user in links if user == s])
+        sources = tuple([CALLER] * (s in caller_values) + [source for source, user in links if user == s])
         targets = (*(user for source, user in links if source == s), *([CALLER] if s == last else []))
-        train, evaluate = (_write(plan, s, takes.get(s, []), sources, targets) for plan in plans)
+        train, evaluate = (_write(plan, s, caller_values.get(s, []), sources, targets) for plan in plans)
         stage = TracedStage({True: train, False: evaluate}, sources, state, slots, modes[0].device)
         stage.overwrites_input = any(s in plan.overwrites.received for plan in plans)
         stages.append(stage)
-    return stages, links, takes
+    return stages, links, caller_values
 
 
 class _CutGraph:
@@ -227,7 +227,7 @@ def _check_state(plans: Sequence[_CutGraph]) -> None:
 
 
 def _write(
-    plan: _CutGraph, stage: int, takes: Sequence[CallerValue], sources: Iterable[int], targets: tuple[int, ...]
+    plan: _CutGraph, stage: int, caller_values: Sequence[CallerValue], sources: Iterable[int], targets: tuple[int, ...]
 ) -> StageGraph:
     """The graph that a stage runs in the mode of ``plan``."""
     writer = GraphWriter(plan.traced.device)
@@ -235,7 +235,7 @@ def _write(
     for reads in state.values():
         argument = writer.graph.placeholder(reads[0].name)
         writer.known.update(dict.fromkeys(reads, argument))
-    given = {wanted: writer.graph.placeholder(f"caller_{k}") for k, wanted in enumerate(takes)}
+    given = {wanted: writer.graph.placeholder(f"caller_{k}") for k, wanted in enumerate(caller_values)}
     for node, i in plan.traced.inputs.items():
         if (i, None) in given:
             writer.known[node] = given[i, None]

@@ -15,7 +15,7 @@ from asyncpipe.errors import BatchError
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.transformers.layer_run import LayerRange
 
-__all__ = ["BatchInputs", "model_inputs", "takes_of"]
+__all__ = ["BatchInputs", "model_inputs", "stage_inputs"]
 
 LABELS = "labels"
 
@@ -52,7 +52,9 @@ class BatchInputs:
         return taken
 
 
-def takes_of(model: nn.Module, stages: Sequence[Sequence[LayerRange]], trunks: int, *, has_loss: bool) -> BatchInputs:
+def stage_inputs(
+    model: nn.Module, stages: Sequence[Sequence[LayerRange]], trunks: int, *, has_loss: bool
+) -> BatchInputs:
     """What ``stages`` take, each of these ranges of layers."""
     dropped = []
     for number, ranges in enumerate(stages):

@@ -19,7 +19,7 @@ from torch import nn
 
 from asyncpipe.errors import BalanceError
 from asyncpipe.ops.model.stage import CALLER, StagedModel
-from asyncpipe.ops.model.transformers.batch_inputs import takes_of
+from asyncpipe.ops.model.transformers.batch_inputs import stage_inputs
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss
 from asyncpipe.ops.model.transformers.families import Trunk, find_trunks
 from asyncpipe.ops.model.transformers.image import Image
@@ -81,9 +81,9 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
         refuse_hooked_images(images, known.model)
         modules.append(LayerStage(runs, images, ends))
 
-    takes = takes_of(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
+    caller_values = stage_inputs(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
     join = _JoinUnits(known, tuple(balance))
-    return StagedModel(known.module, modules, tuple(sorted(links)), takes, join, known.loss, is_fine=True)
+    return StagedModel(known.module, modules, tuple(sorted(links)), caller_values, join, known.loss, is_fine=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

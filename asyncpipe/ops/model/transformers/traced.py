@@ -31,15 +31,15 @@ def trace_at_layers(module: nn.Module, model: nn.Module, batch: Any, loss: Count
             f"{name} has no list of layers that are alike, between which it could be cut; cut it with "
             "asyncpipe.trace(model, example, split=[…]) and give the result to Pipeline"
         )
-    takes = _TracedTakes(model, loss is not None)
+    caller_values = _TracedValues(model, loss is not None)
     try:
-        staged = trace(model, takes.arguments(Arguments.wrap(keywords(batch))), layers)
+        staged = trace(model, caller_values.arguments(Arguments.wrap(keywords(batch))), layers)
     except TraceError as error:
         raise OptionError(
             f"{name} is of a family that is not known, and cannot be traced: {error}; cut it by hand into a list of "
             "stages and give it to Pipeline"
         ) from error
-    return _wrapped(staged, module, takes, loss)
+    return _wrapped(staged, module, caller_values, loss)
 
 
 def _layer_names(model: nn.Module) -> list[str]:
@@ -55,7 +55,7 @@ def _layer_names(model: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _TracedTakes:
+class _TracedValues:
     """What stages take of a batch, as the arguments that a model was traced with."""
 
     model: Any
@@ -78,16 +78,21 @@ class _TracedTakes:
 class _JoinTraced:
     whole: StagedModel
     module: nn.Module
-    takes: _TracedTakes
+    caller_values: _TracedValues
     loss: CountedLoss | None
 
     def __call__(self, module: nn.Module, balance: Sequence[int]) -> StagedModel:
         # Whether it is a copy, the trace knows.
         inner = self.whole.module if module is self.module else module
         assert self.whole.join is not None
-        return _wrapped(self.whole.join(inner, balance), self.module, self.takes, self.loss)
+        return _wrapped(self.whole.join(inner, balance), self.module, self.caller_values, self.loss)
 
 
-def _wrapped(staged: StagedModel, module: nn.Module, takes: _TracedTakes, loss: CountedLoss | None) -> StagedModel:
-    takes, join = replace(takes, traced=staged.takes), _JoinTraced(staged, module, takes, loss)
-    return replace(staged, module=module, takes=takes, join=join, own_loss=loss, is_fine=True)
+def _wrapped(
+    staged: StagedModel, module: nn.Module, caller_values: _TracedValues, loss: CountedLoss | None
+) -> StagedModel:
+    caller_values, join = (
+        replace(caller_values, traced=staged.caller_values),
+        _JoinTraced(staged, module, caller_values, loss),
+    )
+    return replace(staged, module=module, caller_values=caller_values, join=join, own_loss=loss, is_fine=True)
