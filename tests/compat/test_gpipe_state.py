@@ -173,34 +173,6 @@ def test_casts(no_leaks):
         model(torch.ones(4, 2, dtype=dtype)).sum().backward()
 
 
-class Scaled(nn.Module):
-    def __init__(self, scale, weight):
-        super().__init__()
-        self.register_buffer("scale", scale)
-        self.weight = weight
-
-    def forward(self, x):
-        return x * self.weight * self.scale
-
-
-def test_a_cast_reaches_what_stages_share(no_leaks):
-    def tied():
-        scale, weight = torch.full((2,), 0.1), nn.Parameter(torch.full((2,), 0.3))
-        return nn.Sequential(Scaled(scale, weight), Scaled(scale, weight))
-
-    bare, model = tied(), GPipe(tied(), [1, 1], devices=CPUS, chunks=2)
-    model(torch.ones(4, 2)).sum().backward()
-    for module in (bare, model):
-        module.bfloat16().zero_grad()
-    x = torch.ones(4, 2, dtype=torch.bfloat16)
-    outputs = [module(x) for module in (model, bare)]
-    for output in outputs:
-        output.sum().backward()
-    assert outputs[0].dtype == torch.bfloat16
-    assert torch.equal(*outputs)
-    assert torch.allclose(model[0].weight.grad, bare[0].weight.grad, rtol=0.02)
-
-
 MOVES = [
     lambda model: model.cuda(),
     lambda model: model.cuda(0),
@@ -223,10 +195,3 @@ def test_moving_is_denied(move):
     with pytest.raises(TypeError, match=r"denied to move .* keeps each stage on its device.*nn\.Sequential\(\*gpipe\)"):
         model.cpu()
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
-def test_the_layers_can_be_taken_out():
-    model = train(gpipe())
-    x = torch.randn(4, 2)
-    model.eval()
-    assert torch.allclose(nn.Sequential(*model)(x), model(x))

@@ -176,17 +176,3 @@ def test_activations_are_gone_after_the_forward_and_after_the_backward() -> None
     assert sum(ref() is not None for ref in activations[4:]) > 0, "the second run keeps its graph"
     y.sum().backward()
     assert [ref() for ref in activations[4:]] == [None] * 4
-
-
-def test_nested() -> None:
-    x = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-    inner = Counted(lambda tensors: [tensors[0].sin()])
-
-    def outer(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [checkpoint(inner, [tensors[0] * 2])[0][0].exp()]
-
-    (y,), _ = checkpoint(outer, [x])
-    y.sum().backward()
-    expected = torch.exp(torch.sin(2 * x)) * torch.cos(2 * x) * 2
-    assert torch.allclose(x.grad, expected)
-    assert inner.calls == 3

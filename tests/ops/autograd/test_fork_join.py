@@ -52,15 +52,3 @@ def two_branches(tied: bool) -> list[str]:
 
 def test_a_tie_decides_the_order() -> None:
     assert two_branches(tied=True) == ["sooner", "later"]
-
-
-def test_a_node_on_the_phony_runs_between_join_and_fork() -> None:
-    """As the diagram says: Join, then what made the phony, then Fork."""
-    log: list[str] = []
-    x = torch.ones(2, requires_grad=True)
-    before = Note.apply(x, "before fork", log)
-    forked, edge = fork(before)
-    edge = Note.apply(edge, "on the phony", log)
-    after = Note.apply(join(forked, edge), "after join", log)
-    after.sum().backward()
-    assert log == ["after join", "on the phony", "before fork"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import asyncpipe
 from asyncpipe.ops.autograd import random_streams
-from asyncpipe.ops.autograd.checkpoint import checkpoint
 from asyncpipe.ops.autograd.random_streams import (
     RandomStream,
     check_repeated,
@@ -52,23 +51,6 @@ def test_a_step_takes_one_number_from_the_callers_generator() -> None:
         F.dropout(torch.ones(5))
     assert seed == expected
     assert torch.equal(torch.get_rng_state(), after)
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_recomputation_draws_the_same(early: bool) -> None:
-    """Where an output was dropped its gradient is zero, and nowhere else."""
-
-    def function(tensors: Sequence[Tensor]) -> list[Tensor]:
-        with stream():
-            return [F.dropout(tensors[0]) * torch.rand_like(tensors[0]).add(1)]
-
-    x = torch.ones(1000, requires_grad=True)
-    (y,), handle = checkpoint(function, [x])
-    torch.rand(7)
-    if early:
-        handle.run()
-    y.sum().backward()
-    assert torch.equal(x.grad, y.detach()), "y = x * mask * scale at x = 1, so the gradient is y"
 
 
 def test_what_was_drawn_is_compared() -> None:

@@ -36,15 +36,6 @@ def test_no_two_pipelines_share_a_stream():
         gc.collect()
 
 
-def test_streams_that_are_given_back_are_lent_again():
-    first = AcceleratorStream(DEVICE)
-    handle = first.stream
-    assert AcceleratorStream(DEVICE).stream != handle
-    del first
-    gc.collect()
-    assert handle in {lane.stream for lane in [AcceleratorStream(DEVICE) for _ in range(2)]}
-
-
 def test_streams_are_counted_and_more_than_the_hardware_queues_are_told_once(monkeypatch, caplog):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
     four = [AcceleratorStream(DEVICE) for _ in range(4)]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.graph.task import Lane, Queue
-from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, Fence, LaneStream, make_streams
+from asyncpipe.ops.device.streams import AcceleratorStream, Fence, LaneStream, make_streams
 
 SIZE = 1 << 20
 BUSY = 100_000_000
@@ -39,50 +38,6 @@ def late(value: float) -> Tensor:
     tensor = torch.zeros(SIZE, device="cuda:0")
     torch.cuda._sleep(BUSY)
     return tensor.add_(value)
-
-
-@pytest.mark.cuda
-def test_every_lane_has_a_stream_of_its_own_and_none_is_the_default() -> None:
-    streams, _, _ = two_devices()
-    handles = {stream.stream.cuda_stream for stream in streams.values() if isinstance(stream, AcceleratorStream)}
-    assert len(handles) == 2 * len(Queue)
-    assert torch.cuda.default_stream(0).cuda_stream not in handles
-
-
-@pytest.mark.cuda
-def test_a_tensor_crosses_between_two_logical_devices() -> None:
-    """F on the left, the copy lane waits for it, the right waits for the copy lane; the host waits for nothing."""
-    streams, left, right = two_devices()
-    lane = streams[Lane("cuda:0#1", Queue.COPY_IN)]
-    assert isinstance(lane, AcceleratorStream)
-    copier = Copier(lane, right)
-    with left.use():
-        tensor = late(3.0)
-    assert copier.side([tensor]) is None
-    with lane.use():
-        lane.wait(recorded(left))
-        (moved,) = copier.copy([tensor], None)
-    assert moved is not None
-    with right.use():
-        right.wait(recorded(lane))
-        result = moved * 2
-    right.stream.synchronize()
-    assert bool((result == 6).all())
-
-
-@pytest.mark.cuda
-def test_a_fence_puts_the_lanes_behind_the_caller() -> None:
-    streams, left, right = two_devices()
-    weight = late(5.0)  # As an optimizer writes the parameters, on the caller's stream.
-    fence = Fence(streams.values())
-    fence.begin()
-    results = []
-    for stream in (left, right):
-        with stream.use():
-            results.append(weight + 1)
-    torch.cuda.synchronize()
-    assert all(bool((result == 6).all()) for result in results)
-    fence.end()
 
 
 @pytest.mark.cuda
@@ -119,13 +74,3 @@ def test_memory_that_another_stream_still_reads_is_not_reused() -> None:
     assert other.data_ptr() != address
     torch.cuda.synchronize()
     assert bool((result == 4).all())
-
-
-@pytest.mark.cuda
-def test_a_cpu_lane_waits_for_a_cuda_event_on_its_own_thread() -> None:
-    _, left, _ = two_devices()
-    with left.use():
-        torch.cuda._sleep(BUSY)
-    event = recorded(left)
-    CpuStream().wait(event)
-    assert event.query()

@@ -173,16 +173,6 @@ def test_a_receiver_holds_at_most_its_window(transport: str) -> None:
 
 
 @transports
-def test_a_receiver_waits_for_no_task(transport: str) -> None:
-    """All messages of a window arrive, though nobody takes any."""
-    with joined(transport=transport, window=50) as pair:
-        for task in range(50):
-            pair.out.send(message(task, torch.zeros(2000)))
-        held = [pair.inbox.take(release=False) for _ in range(50)]
-        assert [each.header.task for each in held] == list(range(50))
-
-
-@transports
 def test_a_window_can_grow_and_shrink(transport: str) -> None:
     with joined(transport=transport, window=1) as pair:
         for task in range(9):

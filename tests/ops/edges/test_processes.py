@@ -8,7 +8,6 @@ import pytest
 import torch
 from edge_helpers import message, nothing_left, peer, same
 
-from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import HOST_TRANSPORTS, Edges
 
 transports = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
@@ -53,19 +52,6 @@ def test_a_killed_peer(transport: str) -> None:
         assert other.inbox.empty
         assert same(received, sent)  # It is this process's now.
         del received
-
-
-@transports
-def test_a_peer_killed_while_it_is_flooded(transport: str) -> None:
-    warm_up()
-    with nothing_left(), peer(transport=transport, window=1000) as other:
-        for task in range(100):
-            other.out.send(message(task, torch.zeros(LARGE)))
-            if task == 30:
-                other.signal(signal.SIGKILL)
-        for _ in range(2):
-            assert isinstance(other.inbox.error(), EdgeError)
-        assert other.out.counters().messages + other.out.counters().dropped == 1 + 100
 
 
 @transports

@@ -13,10 +13,3 @@ def test_a_stage_that_does_not_write_gets_copies_once():
     assert given[0] is not received[0]
     inputs.saw(received, given)
     assert inputs.given(received, repeated=True) is received
-
-
-def test_without_a_graph_copies_say_whether_a_gradient_is_wanted():
-    """As the tensors of later forwards do: torch.compile would compile the stage once more for those."""
-    with torch.no_grad():
-        (copy,) = InputCopies(always=False).given([torch.ones(2, requires_grad=True)], repeated=True)
-    assert copy.requires_grad

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from asyncpipe.errors import OptionError
-from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.device.wire import from_buffers, to_buffers
 from asyncpipe.ops.model.sequential import split, stage_parts
 from asyncpipe.ops.model.shipping import receive_model, ship_model
-from asyncpipe.ops.model.ties import place
 
 
 class Head(nn.Module):
@@ -48,17 +46,6 @@ def test_only_the_own_tensors_have_values(own, here):
         assert tensor.is_meta or torch.equal(tensor, before[name])
     # One parameter under two names is still one.
     assert received[0].weight is received[3].weight
-
-
-def test_a_worker_places_its_own_stages_and_the_replicas_of_what_others_own():
-    devices = resolve_devices(["cpu:0", "cpu:1", "cpu:2"])
-    model = receive_model(ship_model(staged(), {2}))
-    stages, ties = place(model, [0, 1, 2], [devices[0].elsewhere(), devices[1].elsewhere(), devices[2]])
-    assert ties.links == ((0, 2),)
-    (replica,) = ties.between(0, 2)
-    assert (replica.owner.device.type, replica.tensor.device.type) == ("meta", "cpu")
-    assert stages[2].module.layers[0].weight is replica.tensor
-    assert {p.device.type for stage in stages[:2] for p in stage.module.parameters()} == {"meta"}
 
 
 def test_what_is_no_plain_tensor_arrives_as_it_was():

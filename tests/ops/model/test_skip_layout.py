@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
@@ -51,13 +51,6 @@ def popping(*names: str) -> Any:
     return kind("Layer", pops=names)()
 
 
-def u_shape() -> nn.Sequential:
-    """Two pairs, one inside the other, of the same names."""
-    outer, inner = Namespace(), Namespace()
-    middle = nn.Linear(3, 3)
-    return nn.Sequential(Down().isolate(outer), Down().isolate(inner), middle, Up().isolate(inner), Up().isolate(outer))
-
-
 # Isolation
 
 
@@ -75,7 +68,7 @@ def test_isolated_names_do_not_meet() -> None:
     with use_skips(SkipStore()) as store:
         part(ONE)
     assert list(store.outgoing) == [A, (left, "b")]
-    with pytest.raises(SkipError, match=r"skip 'a' in Namespace\(0x"):
+    with pytest.raises(SkipError, match=r"skip 'a' in Namespace\(id="):
         twin(ONE)
 
 
@@ -127,26 +120,3 @@ def test_every_mismatch_is_listed(model: Iterable[nn.Module], lines: list[str]) 
         verify_skippables(model)
     expected = ["stashes and pops do not match:", *(f"  layer {line}" for line in lines), FIX]
     assert str(raised.value).splitlines() == expected
-
-
-def test_the_layout_and_its_stores_are_the_whole_model(
-    gradients: Callable[[nn.Module, Callable[[Tensor], Tensor]], list[Tensor]],
-) -> None:
-    model = u_shape()
-    stages = [model[:1], list(model[1:3]), nn.ModuleList(), model[3:4], model[4:]]
-    layout = skip_layout(stages)
-    outer, inner = layout
-    assert list(layout.items()) == [(outer, (0, 4)), (inner, (1, 3))]
-    assert skip_layout([model[:1], model[1:4], iter(model[4:])]) == {outer: (0, 2), inner: (1, 1)}
-    sent: dict[SkipKey, Tensor | None] = {}
-
-    def staged(x: Tensor) -> Tensor:
-        for index, layers in enumerate(stages):
-            incoming = {key: sent[key] for key, (_, target) in layout.items() if target == index}
-            with use_skips(SkipStore(incoming)) as store:
-                x = nn.Sequential(*layers)(x)
-            assert list(store.outgoing) == [key for key, (source, _) in layout.items() if source == index]
-            sent.update(store.outgoing)
-        return x
-
-    assert all(map(torch.equal, gradients(model, staged), gradients(model, model)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -33,107 +32,12 @@ class Residual(nn.Module):
         return self.third(x + self.second(x).relu())
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, mask: Tensor, angles: Tensor) -> Tensor:
-        samples, length, width = x.shape
-        q, k, v = self.mix(x).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        x = functional.scaled_dot_product_attention(turned(q, angles), turned(k, angles), v, attn_mask=mask)
-        return self.out(x.transpose(1, 2).reshape(samples, length, width))
-
-
-def turned(x: Tensor, angles: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], dim=-1)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.attention = Attention(width, heads)
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
-        )
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor, mask: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm(x), mask, angles))
-        return x + self.narrow(functional.gelu(self.wide(x)))
-
-
-class Transformer(nn.Module):
-    """Like language models on the Hub: it makes masks and positions, returns a dict, and has tied embeddings."""
-
-    causal: Tensor
-    frequencies: Tensor
-
-    def __init__(self, width: int = 8, heads: int = 2, tokens: int = 11, blocks: int = 2) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(tokens, width), nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, tokens, bias=False)
-        self.head.weight = self.tokens.weight
-        self.register_buffer("causal", torch.ones(16, 16, dtype=torch.bool).tril(), persistent=False)
-        self.register_buffer("frequencies", torch.logspace(0, -2, width // heads // 2))
-
-    def forward(
-        self, ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, hidden: bool = True
-    ) -> dict[str, Any]:
-        length = ids.shape[1]
-        positions = torch.arange(length, device=ids.device)
-        mask = self.causal[:length, :length]
-        if attention_mask is not None:
-            mask = mask & attention_mask[:, None, None, :].bool()
-        angles = torch.outer(positions, self.frequencies)
-        x = self.tokens(ids) + self.positions(positions)
-        states = [x]
-        for block in self.blocks:
-            x = block(x, mask, angles)
-            states.append(x)
-        logits = self.head(self.norm(x))
-        loss = None if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"logits": logits, "hidden": states if hidden else None, "loss": loss, "length": length}
-
-
-def sentences(samples: int, length: int) -> Arguments:
-    mask = torch.ones(samples, length, dtype=torch.long)
-    mask[0, length // 2 :] = 0
-    return Arguments.of(torch.randint(0, 11, (samples, length)), attention_mask=mask)
-
-
 @pytest.mark.parametrize("split", [1, 2, 3, ["third"], {"first": SplitPoint.END}])
 def test_a_residual_that_spans_stages(split: Any, check: Check) -> None:
     model = Residual()
     staged = trace(model, Arguments.of(torch.randn(3, 4)), split)
     for samples in (3, 5, 1):
         check(model, staged, Arguments.of(torch.randn(samples, 4)))
-
-
-NAMES = ("blocks.0", "blocks.1.attention", "norm")
-
-
-@pytest.fixture(scope="module")
-def transformer(doubles: None) -> Callable[[int | tuple[str, ...]], StagedModel]:
-    """A function for a Transformer cut by ``split``, which is traced once: that takes a second."""
-    return functools.cache(lambda split: trace(Transformer(), sentences(3, 4), split))
-
-
-@pytest.mark.parametrize("split", [2, NAMES])
-def test_a_transformer(split: Any, transformer: Callable[[Any], StagedModel], check: Check) -> None:
-    staged = transformer(split)
-    for training, samples, length in ((False, 4, 3), (True, 3, 4), (True, 2, 5)):
-        staged.module.train(training)
-        output = check(staged.module, staged, sentences(samples, length))
-        assert output["logits"].shape == (samples, length, 11)
-    assert output["length"] == 5
-    assert output["loss"] is None
 
 
 class Fan(nn.Module):
