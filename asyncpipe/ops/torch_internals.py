@@ -6,6 +6,11 @@ when they change, and the slower public way that is taken where one is missing. 
 are checked at the import, so that one sentence refuses an unsuitable torch.
 
 Not listed are the tables of ``nn.Module`` (``_modules``, ``_parameters``, ``_buffers``): pickled modules contain them.
+
+Some code recognises things of torch by a name or a text, which may change as well: nodes of autograd
+(``autograd/split_backward.py``, ``model/stage_compiler.py``), operators that run a graph in a mode
+(``model/trace/graph_writer.py``), failed guards of a trace (``model/trace/inputs.py``), a write into a leaf
+(``execute/compute.py``), errors of CUDA (``device/device_errors.py``). The tests of these modules see a change.
 """
 
 from __future__ import annotations
@@ -99,6 +104,11 @@ INTERNALS = (
         "Tensor._version UntypedStorage._cdata Tensor._backward_hooks Tensor._post_accumulate_grad_hooks",
         "what overwrites a tensor that others still read is refused; hooks of parameters see a step's whole gradient",
         "test_an_input_overwritten_before_the_recomputation_is_refused",
+    ),
+    Internals(
+        "random.default_generator utils.checkpoint.CheckpointFunction",
+        "functions of these modules look them up at each call, so they are replaced: where stages draw, and in traces",
+        "test_nothing_of_torch_stays_replaced",
     ),
     Internals(
         "nn.Module._compiled_call_impl nn.modules.module._global_backward_hooks "
