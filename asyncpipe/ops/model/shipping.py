@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import TensorPickler, from_buffers, not_sendable, to_buffers
 from asyncpipe.ops.model.sequential import all_to_first
 from asyncpipe.ops.model.stage import StagedModel
+from asyncpipe.ops.model.tensor_uses import tensor_uses
 from asyncpipe.ops.torch_internals import accumulated_hooks, gradient_hooks, refresh_flat_weights
 
 __all__ = ["NamedState", "forget_values", "receive_model", "refuse_what_trains", "ship_model", "state_names"]
@@ -56,7 +57,7 @@ def ship_model(model: StagedModel, stages: Collection[int]) -> list[pickle.Pickl
     Raises ``OptionError`` for a model that cannot be pickled, or whose parameters have hooks, which pickling drops.
     """
     _refuse_hooks(model.module)
-    owners = dict(_owners(model))
+    owners = _owners(model)
     caller_values = all_to_first if model.caller_values is all_to_first else _no_caller_values
     file = io.BytesIO()
     pickler = _Pickler(file, owners, frozenset(stages))
@@ -120,7 +121,7 @@ def refuse_what_trains(value: object, name: str, instead: str) -> None:
 
 def state_names(model: StagedModel) -> dict[str, NamedState]:
     """All names in the state of the unsplit model, in its order."""
-    owners = dict(_owners(model))
+    owners = _owners(model)
     modules: dict[int, int] = {}
     for stage, part in enumerate(model.stages):
         for module in part.modules():
@@ -141,14 +142,11 @@ def _no_caller_values(_: object) -> dict[int, Any]:
     raise AssertionError("a worker gets what its stages take from the controller")
 
 
-def _owners(model: StagedModel) -> Iterator[tuple[int, int]]:
-    """For every tensor, its ``id`` and the first stage that uses it. What no stage uses belongs to stage 0."""
-    seen: set[int] = set()
-    for stage, module in [*enumerate(model.stages), (0, model.module)]:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in seen and not is_lazy(tensor):
-                seen.add(id(tensor))
-                yield id(tensor), stage
+def _owners(model: StagedModel) -> dict[int, int]:
+    """By ``id`` of every tensor, the first stage that uses it. What no stage uses belongs to stage 0."""
+    # The model itself stands behind the stages, for what none of them uses.
+    firsts = {key: uses[0] for key, uses in tensor_uses([*model.stages, model.module]).items()}
+    return {key: use.stage % len(model.stages) for key, use in firsts.items() if not is_lazy(use.tensor)}
 
 
 class _Pickler(TensorPickler):

@@ -22,6 +22,7 @@ from asyncpipe.core.checks import check_positive
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.model.functions import SeededDraws, check_function, find_function, function_name
 from asyncpipe.ops.model.shipping import forget_values
+from asyncpipe.ops.model.tensor_uses import tensor_uses
 
 __all__ = ["StageFactory", "build_stages"]
 
@@ -102,12 +103,11 @@ def _called(
 
 
 def _refuse_ties(factory: StageFactory, stages: list[nn.Module]) -> None:
-    owner: dict[int, tuple[int, str]] = {}
-    for stage, module in enumerate(stages):
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            first, its_name = owner.setdefault(id(tensor), (stage, name))
-            if first != stage:
-                raise OptionError(
-                    f"{factory}: {name!r} of stage {stage} is {its_name!r} of stage {first}; stages that are built in "
-                    "several processes share no tensors: make it anew for each, or give the model itself"
-                )
+    for uses in tensor_uses(stages).values():
+        first, last = uses[0], uses[-1]
+        if first.stage != last.stage:
+            raise OptionError(
+                f"{factory}: {last.full_name!r} of stage {last.stage} is {first.full_name!r} of stage {first.stage}; "
+                "stages that are built in several processes share no tensors: make it anew for each, or give the model "
+                "itself"
+            )

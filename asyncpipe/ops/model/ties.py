@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -32,39 +32,23 @@ from asyncpipe.ops.model.module_image import ModuleImage
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
+from asyncpipe.ops.model.tensor_uses import TensorUse, tensor_uses
 
 __all__ = ["Replica", "Ties", "place"]
-
-
-class _Slot(NamedTuple):
-    """The place of a parameter or buffer: a module, and the name there."""
-
-    module: nn.Module
-    name: str
-
-    @property
-    def table(self) -> dict[str, Tensor | None]:
-        parameters: dict[str, Tensor | None] = self.module._parameters  # type: ignore[assignment]
-        return parameters if self.name in parameters else self.module._buffers
-
-    @property
-    def held(self) -> Tensor:
-        tensor = self.table[self.name]
-        assert tensor is not None
-        return tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
     """A copy of one tensor of an owner stage, on the device of another stage."""
 
-    slot: _Slot
+    owned: TensorUse
+    """Where the owner has the tensor."""
     tensor: Tensor
 
     @property
     def owner(self) -> Tensor:
         """The owner's tensor; looked up each time, since casting a module can replace it."""
-        return self.slot.held
+        return self.owned.tensor
 
 
 class Ties:
@@ -119,10 +103,10 @@ class Ties:
         for replica in self.all():
             replica.tensor.grad = None
 
-    def add(self, owner: int, user: int, slot: _Slot, device: torch.device) -> Tensor:
-        """The replica for ``user`` of what is in ``slot`` of ``owner``; created by the first call."""
-        replicas = self._replicas.setdefault((owner, user), [])
-        tensor = slot.held
+    def add(self, owned: TensorUse, user: int, device: torch.device) -> Tensor:
+        """The replica for the stage ``user`` of what another one has; created by the first call."""
+        replicas = self._replicas.setdefault((owned.stage, user), [])
+        tensor = owned.tensor
         for replica in replicas:
             if replica.owner is tensor:
                 return replica.tensor
@@ -130,7 +114,7 @@ class Ties:
         copy = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):
             copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
-        replicas.append(Replica(slot, copy))
+        replicas.append(Replica(owned, copy))
         return copy
 
     def image(
@@ -162,16 +146,14 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
     ``SharedParameterError``, before anything moves, if stages on different devices share a layer with running
     statistics, which both would update.
     """
-    users = _users(model.stages)
-    tied = {key: stages for key, stages in users.items() if len({placement[stage] for stage, _ in stages}) > 1}
-    for slots in tied.values():
-        (first, slot), (last, _) = slots[0], slots[-1]
-        if slot.name in ("running_mean", "running_var"):
+    tied = [uses for uses in tensor_uses(model.stages).values() if len({placement[use.stage] for use in uses}) > 1]
+    for first, *_, last in tied:
+        if first.name in ("running_mean", "running_var"):
             raise SharedParameterError(
-                f"stage {first} and stage {last}, on different devices, both update the running statistics of one "
-                f"{type(slot.module).__name__}; give each a layer of its own, or split where one stage has both"
+                f"stage {first.stage} and stage {last.stage}, on different devices, both update the running statistics "
+                f"of one {type(first.module).__name__}; give each a layer of its own, or split where one stage has both"
             )
-    _refuse_torch_script(tied.values(), placement)
+    _refuse_torch_script(tied, placement)
     shared = shared_buffers(model.stages)
     # In reverse order, so that shared tensors end up on the device of their owner, the first stage that uses them.
     for index in reversed(range(len(model.stages))):
@@ -180,13 +162,12 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
             _move(model.stages[index], device.physical)
     ties = Ties()
     replaced: list[dict[tuple[int, str], Tensor]] = [{} for _ in model.stages]
-    for slots in tied.values():
-        owner, source = slots[0]
-        for user, slot in slots[1:]:
-            slot.table[slot.name] = source.held  # Moving a stage replaces its buffers, so each user had its own.
-            if placement[user] != placement[owner]:
-                replica = ties.add(owner, user, source, devices[placement[user]].physical)
-                replaced[user][id(slot.module), slot.name] = replica
+    for owned, *others in tied:
+        for use in others:
+            use.table[use.name] = owned.tensor  # Moving a stage replaces its buffers, so each user had its own.
+            if placement[use.stage] != placement[owned.stage]:
+                replica = ties.add(owned, use.stage, devices[placement[use.stage]].physical)
+                replaced[use.stage][id(use.module), use.name] = replica
     modules = [
         cast(StageModule, ties.image(stage, slots, {})) for stage, slots in zip(model.stages, replaced, strict=True)
     ]
@@ -212,25 +193,12 @@ def _move(stage: StageModule, device: torch.device) -> None:
         stage.to(device)
 
 
-def _refuse_torch_script(tied: Iterable[Sequence[tuple[int, _Slot]]], placement: Sequence[int]) -> None:
-    for slots in tied:
-        owner = slots[0][0]
-        for user, slot in slots[1:]:
-            if placement[user] != placement[owner] and isinstance(slot.module, torch.jit.ScriptModule):
+def _refuse_torch_script(tied: Iterable[Sequence[TensorUse]], placement: Sequence[int]) -> None:
+    for owned, *others in tied:
+        for use in others:
+            if placement[use.stage] != placement[owned.stage] and isinstance(use.module, torch.jit.ScriptModule):
                 raise SharedParameterError(
-                    f"stage {owner} and stage {user}, on different devices, share {slot.name!r} of a TorchScript "
-                    f"{slot.module.original_name}, which cannot have a replica there; put both on one device, or use "
-                    "the module that was scripted"
+                    f"stage {owned.stage} and stage {use.stage}, on different devices, share {use.name!r} of a "
+                    f"TorchScript {use.module.original_name}, which cannot have a replica there; put both on one "
+                    "device, or use the module that was scripted"
                 )
-
-
-def _users(stages: Sequence[StageModule]) -> dict[int, list[tuple[int, _Slot]]]:
-    """By id of each parameter and buffer: the stages that use it, in order, and where."""
-    users: dict[int, list[tuple[int, _Slot]]] = {}
-    for index, stage in enumerate(stages):
-        for module in stage.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        users.setdefault(id(tensor), []).append((index, _Slot(module, name)))
-    return users
