@@ -148,15 +148,6 @@ def test_copies(no_leaks, before, copy):
     assert (twin.devices, twin.balance, twin.chunks) == (model.devices, model.balance, model.chunks)
 
 
-def test_a_copy_between_forward_and_backward():
-    model = gpipe()
-    output = model(torch.randn(6, 2))
-    twin = deepcopy(model)
-    output.sum().backward()
-    assert model[0].module.weight.grad is not None
-    assert all(parameter.grad is None for parameter in twin.parameters())
-
-
 # Casts and moves
 
 

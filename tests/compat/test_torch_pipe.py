@@ -138,20 +138,6 @@ def test_skips():
 # Where layers are
 
 
-def test_each_child_on_the_cpu_is_a_stage():
-    model = Pipe(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1)))
-    assert names(model) == ["cpu:0", "cpu:1", "cpu:2"]
-    assert model.devices == [torch.device("cpu")] * 3
-    assert list(map(len, model.partitions)) == [1, 2, 1]
-    assert model(torch.ones(2, 1)).local_value().shape == (2, 1)
-
-
-def test_a_child_without_parameters_goes_where_its_neighbour_is():
-    model = Pipe(nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1), nn.Dropout()))
-    assert names(model) == ["cpu:0", "cpu:1"]
-    assert names(Pipe(nn.Sequential(nn.Tanh(), nn.ReLU()))) == ["cpu:0"]
-
-
 def test_with_device():
     linear = nn.Linear(1, 1)
     model = Pipe(

@@ -60,16 +60,9 @@ def test_nested_values_are_cut_and_the_rest_is_repeated() -> None:
 
 BAD_BATCHES = {
     "no tensor": (3, "the input holds no tensor, got int; micro-batches are cut from tensors"),
-    "no tensor in a dict": ({"a": 1}, "the input holds no tensor, got dict; micro-batches are cut from tensors"),
-    "none": (None, "the input holds no tensor, got NoneType; micro-batches are cut from tensors"),
     "without dimensions": (
         {"x": torch.zeros(4), "t": (torch.tensor(1.0),)},
         "the input['t'][0] is a tensor without dimensions; dimension 0 must be the batch (NoChunk(tensor) gives it "
-        "to every micro-batch whole)",
-    ),
-    "bare without dimensions": (
-        torch.tensor(1.0),
-        "the input is a tensor without dimensions; dimension 0 must be the batch (NoChunk(tensor) gives it "
         "to every micro-batch whole)",
     ),
     "disagreement": (
