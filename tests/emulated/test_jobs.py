@@ -67,33 +67,6 @@ async def test_coroutines_of_one_loop_have_streams_of_their_own():
         assert await thread.run(emu.current_stream) is first
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["streams of their own", "the default stream"])
-async def test_a_kernel_that_hangs_holds_its_own_job_only(own):
-    """With a pool each. On one stream, the other job's step would be queued behind it on the device."""
-    held = []
-
-    def hang(x):
-        held.append(emu.hold(emu.current_stream()))
-        held[-1].__enter__()
-        return x * 1
-
-    options = {"microbatches": 1, "checkpoint": "never", "loss_fn": squares}
-    a, b = (CallerStreams(ONE), CallerStreams(ONE)) if own else (CallerStreams(["cpu"]), CallerStreams(["cpu"]))
-    async with Pipeline(layers(hang), ONE, **options) as hung, Pipeline(layers(), ONE, **options) as beside:
-        stuck = await a.run(hung.step(X))
-        result = await b.run(beside.step(X))
-        with b.current():
-            assert emu.current_stream().record_event().query() is own
-        if own:
-            await asyncio.wait_for(result.completed(), 10)
-        with a.current():
-            assert not emu.current_stream().record_event().query()
-        for gate in held:
-            gate.__exit__(None, None, None)
-        await stuck.completed()
-        await result.completed()
-
-
 class Hanging:
     """A function for a layer. The kernel of its first call, on its task's stream, ends when ``kernels`` is closed."""
 
