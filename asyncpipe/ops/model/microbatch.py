@@ -152,10 +152,14 @@ class Packet:
     def from_shell(cls, shell: bytes, tensors: list[Tensor]) -> Packet:
         """The packet whose ``shell`` this is, with these tensors. Unpickles, so it must come from a trusted process."""
         packet = cls.__new__(cls)
-        packet._structure, packet._rest, packet.wants_gradient = pickle.loads(shell)  # noqa: S301
-        packet.tensors = tensors
-        packet.count = len(tensors)
+        packet.restore(shell, tensors)
         return packet
+
+    def restore(self, shell: bytes, tensors: list[Tensor]) -> None:
+        """Become the packet whose ``shell`` this is, as ``from_shell``."""
+        self._structure, self._rest, self.wants_gradient = pickle.loads(shell)  # noqa: S301
+        self.tensors = tensors
+        self.count = len(tensors)
 
 
 _ONE_TENSOR = [pickle.dumps((None, [None], [wants])) for wants in (False, True)]
