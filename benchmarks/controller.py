@@ -44,8 +44,7 @@ from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions
-from asyncpipe.pipeline.wire_messages import StepWork
+from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions, StepWork
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded, StartPart
 from asyncpipe.runtime.parts_driver import PartsDriver

@@ -26,8 +26,8 @@ from asyncpipe.ops.model.shipping import NamedState, forget_values, refuse_what_
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.edge_paths import EdgePaths
 from asyncpipe.pipeline.options import PipelineOptions
-from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs
-from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Scalars, StepWork
+from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepWork
+from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Scalars
 from asyncpipe.pipeline.workers import Workers, check_transport
 from asyncpipe.runtime.part_messages import Call
 from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, cut, cut_alike, gather, keywords
 from asyncpipe.ops.torch_internals import device_of_scaler
@@ -24,7 +25,7 @@ from asyncpipe.pipeline.wire_messages import Pieces
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "differing", "loss_weights", "target_of"]
+__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "StepWork", "differing", "loss_weights", "target_of"]
 
 NO_TARGET: Any = object()
 """Stands for a target that was not given (``None`` is a target)."""
@@ -174,6 +175,19 @@ class StepInputs:
         total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
         factor = tensors.normalizer(total.device)
         return total if factor is None else (total * factor).to(losses[0].dtype)
+
+
+class StepWork(NamedTuple):
+    """What one worker computes a part of a step with."""
+
+    inputs: StepInputs
+    """With what the worker's stages take. A mini-batch that has a number was made here (``make_batch``)."""
+    epoch: int
+    """One more after each step that failed or was cancelled; messages of older ones mean nothing."""
+    settings: ProcessSettings | None
+    """``None`` if they are torch's own."""
+    overlaps: bool
+    is_observed: bool
 
 
 def _make_plan(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.runtime.workers.launcher import Address
 
-if TYPE_CHECKING:
-    from asyncpipe.pipeline.step_inputs import StepInputs
-
 __all__ = [
     "Flags",
     "LoadPipeline",
@@ -30,7 +27,6 @@ __all__ = [
     "PartResult",
     "Pieces",
     "Scalars",
-    "StepWork",
 ]
 
 
@@ -132,19 +128,6 @@ def _is_plain(value: Any) -> bool:
         and value.numel() > 0
         and not (value.is_quantized or value.is_conj() or value.is_neg() or (value.requires_grad and value.is_leaf))
     )
-
-
-class StepWork(NamedTuple):
-    """What one worker computes a part of a step with."""
-
-    inputs: StepInputs
-    """With what the worker's stages take. A mini-batch that has a number was made here (``make_batch``)."""
-    epoch: int
-    """One more after each step that failed or was cancelled; messages of older ones mean nothing."""
-    settings: ProcessSettings | None
-    """``None`` if they are torch's own."""
-    overlaps: bool
-    is_observed: bool
 
 
 class Scalars(NamedTuple):

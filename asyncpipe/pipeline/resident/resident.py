@@ -27,8 +27,8 @@ from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.resident.links import Links
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.resident.stage_states import StageStates
-from asyncpipe.pipeline.step_inputs import CutInputs
-from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, StepWork
+from asyncpipe.pipeline.step_inputs import CutInputs, StepWork
+from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline
 from asyncpipe.runtime.part_messages import StartPart
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.waits import drive
