@@ -2,7 +2,7 @@
 
 Earlier stages wait for the input gradients only, so weight gradients can fill bubbles (zero bubble pipeline
 parallelism, arXiv 2401.10241). A node of the backward graph is *inside* if the stage's inputs can be reached from it,
-and *outside* if only parameters can. A *crossing* is an inside node with an edge that leads outside::
+and *outside* if only parameters can. A *border* is an inside node with an edge that leads outside::
 
     outputs ──▶ Gelu ──▶ Addmm ──▶ Add ──▶ LayerNorm ──▶ Addmm ──▶ inputs     inside: run by I
                            │                   │           │
@@ -10,21 +10,21 @@ and *outside* if only parameters can. A *crossing* is an inside node with an edg
                          T, bias             weight     T, bias               outside: run by W
 
 I is ``autograd.grad`` with respect to the inputs. The engine then runs inside nodes only, and these compute gradients
-for their inside edges only. Hooks record the gradients that arrive at crossings. W runs the crossings again with the
+for their inside edges only. Hooks record the gradients that arrive at borders. W runs the borders again with the
 recorded gradients, now for the outside edges only, and runs ordinary backwards from there. So neither half does work
 of the other, tensor hooks fire once, and each parameter gets one whole gradient, however often the stage uses it.
 
-How W makes a crossing compute only the gradients of its outside edges: a node asks the engine which of its edges the
+How W makes a border compute only the gradients of its outside edges: a node asks the engine which of its edges the
 running backward needs. ``_while_needing`` starts a backward that needs the ends of the outside edges, and calls the
-crossings from within it. Each crossing could also be the root of a backward of its own, but that takes time quadratic
+borders from within it. Each border could also be the root of a backward of its own, but that takes time quadratic
 in the length of the graph, fires tensor hooks twice, and adds the gradient of a parameter twice that inside nodes
 further on use too.
 
-Limits: a custom ``autograd.Function`` computes all its gradients at once. At a crossing it runs in I only, and its
+Limits: a custom ``autograd.Function`` computes all its gradients at once. At a border it runs in I only, and its
 gradients for parameters are kept for W. A graph that TorchScript differentiates computes all of them in both halves.
 ``torch.utils.checkpoint(use_reentrant=True)`` adds to ``grad`` of parameters itself and does not support
 ``autograd.grad``: with one inside, I is the whole backward and W does nothing. With ``use_reentrant=False`` it
-recomputes in I and again in W. Hooks of nodes (not of tensors) at crossings see only the gradients that I computes.
+recomputes in I and again in W. Hooks of nodes (not of tensors) at borders see only the gradients that I computes.
 torch's group norm on the CPU writes the gradient of a channels-last input even where none is wanted, to no memory: it
 always computes that gradient too (``_writes_input_gradient``). What ``torch.compile`` has made computes all gradients
 at once, and overwrites what it has saved: with one inside, I is the whole backward as well. A log says so.
@@ -58,7 +58,7 @@ Gradients = tuple[Tensor | None, ...]
 Start = tuple[GradientEdge, Tensor]
 
 
-class _Crossing(NamedTuple):
+class _Border(NamedTuple):
     """An inside node with edges that lead outside."""
 
     node: Node
@@ -77,8 +77,8 @@ class _Crossing(NamedTuple):
 class _OutsideGroup:
     """A connected part of the outside, which W runs as one ordinary backward."""
 
-    crossings: deque[tuple[_Crossing, Gradients]] = field(default_factory=deque)
-    """Crossings to run again, with the gradients that arrived there."""
+    borders: deque[tuple[_Border, Gradients]] = field(default_factory=deque)
+    """Borders to run again, with the gradients that arrived there."""
     starts: list[Start] = field(default_factory=list)
 
 
@@ -119,21 +119,21 @@ class SplitBackward:
         if (node := graph.indivisible() or graph.compiled()) is not None:
             _tell_once(node.name())
             return _whole_backward(starts, leaves)
-        crossings = graph.crossings()
-        # W needs the buffers of the crossings that it runs again.
-        retain = not all(crossing.runs_once for crossing in crossings)
+        borders = graph.borders()
+        # W needs the buffers of the borders that it runs again.
+        retain = not all(border.runs_once for border in borders)
         edges, gradients = _unzipped(start for start in starts if start[0].node in graph.inside)
-        with _noting(crossings) as arrived:
+        with _noting(borders) as noted:
             found = torch.autograd.grad(edges, leaves, gradients, retain_graph=retain, allow_unused=True)
         outer = [start for start in starts if start[0].node not in graph.inside]
-        self._groups = _grouped(graph.groups(), crossings, arrived, outer)
-        return _apart(found, arrived.values())
+        self._groups = _grouped(graph.groups(), borders, noted, outer)
+        return _apart(found, noted.values())
 
     def weight_gradients(self) -> None:
         """Add the parameters' gradients to their ``grad``, as ``autograd.backward`` does, and drop the graph."""
         try:
             # Kept alive until the end: the engine knows the nodes that are needed by their addresses.
-            needed = [end for group in self._groups for crossing, _ in group.crossings for end in crossing.ends]
+            needed = [end for group in self._groups for border, _ in group.borders for end in border.ends]
             if needed:
                 _while_needing(needed, self._run_groups)
             else:
@@ -146,8 +146,8 @@ class SplitBackward:
         # Drop each node and gradient as soon as it is used, so that W frees memory while it runs.
         while self._groups:
             group = self._groups.popleft()
-            while group.crossings:
-                group.starts += _run_again(*group.crossings.popleft())
+            while group.borders:
+                group.starts += _run_again(*group.borders.popleft())
             starts, group.starts = group.starts, []
             if starts:
                 torch.autograd.backward(*_unzipped(starts))
@@ -206,18 +206,18 @@ class _BackwardGraph:
         """An inside node that ``torch.compile`` has made: it computes all gradients at once."""
         return next((node for node in self.inside if "CompiledFunction" in node.name()), None)
 
-    def crossings(self) -> list[_Crossing]:
+    def borders(self) -> list[_Border]:
         """The inside nodes from which edges lead outside."""
         found = []
         for node, edges in self._edges.items():
             if node in self.inside:
                 outer = {k: (c, nr) for k, (c, nr) in enumerate(edges) if c is not None and c not in self.inside}
                 if outer:
-                    found.append(_Crossing(node, tuple(outer), tuple(GradientEdge(*edge) for edge in outer.values())))
+                    found.append(_Border(node, tuple(outer), tuple(GradientEdge(*edge) for edge in outer.values())))
         return found
 
     def groups(self) -> dict[Node, int]:
-        """The group number of each outside node. Nodes connected by edges, or by a common crossing, share a group."""
+        """The group number of each outside node. Nodes connected by edges, or by a common border, share a group."""
         groups: dict[Node, int] = {}
         for first in self._edges:
             if first not in self.inside and first not in groups:
@@ -225,18 +225,18 @@ class _BackwardGraph:
         return groups
 
     def _flood(self, first: Node, number: int, groups: dict[Node, int]) -> None:
-        """Give ``number`` to the outside nodes connected to ``first``, directly or through crossings."""
+        """Give ``number`` to the outside nodes connected to ``first``, directly or through borders."""
         groups[first] = number
         waiting = [first]
         passed: set[Node] = set()
         while waiting:
             node = waiting.pop()
-            crossing = node in self.inside
-            for near in (*self._children(node), *(() if crossing else self._users[node])):
+            border = node in self.inside
+            for near in (*self._children(node), *(() if border else self._users[node])):
                 if near not in self.inside and near not in groups:
                     groups[near] = number
                     waiting.append(near)
-                elif near in self.inside and not crossing and near not in passed:
+                elif near in self.inside and not border and near not in passed:
                     passed.add(near)
                     waiting.append(near)
 
@@ -253,30 +253,30 @@ def _writes_input_gradient(node: Node) -> bool:
 
 
 @contextmanager
-def _noting(crossings: Sequence[_Crossing]) -> Iterator[dict[int, Gradients]]:
-    """The gradients that W starts from, by the number of each crossing that the backward inside passes, in order.
+def _noting(borders: Sequence[_Border]) -> Iterator[dict[int, Gradients]]:
+    """The gradients that W starts from, by the number of each border that the backward inside passes, in order.
 
-    They are the gradients that arrived at the crossing or, if it runs once, those it computed for its outside edges.
-    Hooks refer to crossings by number: a reference to the node would be a cycle that the garbage collector cannot see.
+    They are the gradients that arrived at the border or, if it runs once, those it computed for its outside edges.
+    Hooks refer to borders by number: a reference to the node would be a cycle that the garbage collector cannot see.
     """
-    arrived: dict[int, Gradients] = {}
+    noted: dict[int, Gradients] = {}
     handles = []
     try:
-        for number, crossing in enumerate(crossings):
-            if crossing.runs_once:
-                handles.append(crossing.node.register_hook(partial(_note_made, arrived, number, crossing.positions)))
+        for number, border in enumerate(borders):
+            if border.runs_once:
+                handles.append(border.node.register_hook(partial(_note_made, noted, number, border.positions)))
             else:
-                handles.append(crossing.node.register_prehook(partial(arrived.__setitem__, number)))
-        yield arrived
+                handles.append(border.node.register_prehook(partial(noted.__setitem__, number)))
+        yield noted
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _note_made(
-    arrived: dict[int, Gradients], number: int, positions: Sequence[int], made: Gradients, _gradients: Gradients
+    noted: dict[int, Gradients], number: int, positions: Sequence[int], made: Gradients, _gradients: Gradients
 ) -> None:
-    arrived[number] = tuple(made[position] for position in positions)
+    noted[number] = tuple(made[position] for position in positions)
 
 
 @cache
@@ -320,7 +320,7 @@ def _memory(tensor: Tensor) -> int | None:
 
 
 def _grouped(
-    number_of: dict[Node, int], crossings: Sequence[_Crossing], arrived: dict[int, Gradients], outer: Iterable[Start]
+    number_of: dict[Node, int], borders: Sequence[_Border], noted: dict[int, Gradients], outer: Iterable[Start]
 ) -> deque[_OutsideGroup]:
     """The work of W, in the order of I. All contributions to a parameter's gradient are in one group."""
     groups: dict[int, _OutsideGroup] = {}
@@ -330,13 +330,13 @@ def _grouped(
 
     for start in outer:
         group_of(start[0]).starts.append(start)
-    for number, gradients in arrived.items():
-        crossing = crossings[number]
-        if crossing.runs_once:
-            for start in _starts(crossing.ends, gradients):
+    for number, gradients in noted.items():
+        border = borders[number]
+        if border.runs_once:
+            for start in _starts(border.ends, gradients):
                 group_of(start[0]).starts.append(start)
         else:
-            group_of(crossing.ends[0]).crossings.append((crossing, gradients))
+            group_of(border.ends[0]).borders.append((border, gradients))
     return deque(groups.values())
 
 
@@ -370,9 +370,9 @@ class _Within(torch.autograd.Function):
         return None, None
 
 
-def _run_again(crossing: _Crossing, gradients: Gradients) -> list[Start]:
-    """The gradients for the outside edges of ``crossing``, from those that arrived there."""
-    node: Any = crossing.node
+def _run_again(border: _Border, gradients: Gradients) -> list[Start]:
+    """The gradients for the outside edges of ``border``, from those that arrived there."""
+    node: Any = border.node
     if _writes_input_gradient(node):
         results: list[Any] = []
         ends = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
@@ -383,7 +383,7 @@ def _run_again(crossing: _Crossing, gradients: Gradients) -> list[Start]:
     made = made if isinstance(made, tuple) else (made,)
     return [
         (edge, _fitted(gradient, edge))
-        for edge, gradient in _starts(crossing.ends, [made[position] for position in crossing.positions])
+        for edge, gradient in _starts(border.ends, [made[position] for position in border.positions])
     ]
 
 

@@ -138,7 +138,7 @@ def build_stages(
     plans = [_CutGraph(traced, cut) for traced, cut in zip(modes, cuts, strict=True)]
     last = len(cuts[0])
     _check_state(plans)
-    links = tuple(sorted(set().union(*(plan.crossing for plan in plans))))
+    links = tuple(sorted(set().union(*(plan.sent for plan in plans))))
     # Sorted only so that every run writes the same graphs.
     caller_values = {s: sorted(set().union(*(plan.wanted(s) for plan in plans)), key=str) for s in range(last + 1)}
     caller_values = {s: wanted for s, wanted in caller_values.items() if wanted}
@@ -161,13 +161,13 @@ class _CutGraph:
         self.last = len(cuts)
         self.stages = traced.stages(cuts)
         self.overwrites = overwrites(traced, self.stages, self.last)
-        self.crossing: dict[tuple[int, int], list[fx.Node]] = {}
+        self.sent: dict[tuple[int, int], list[fx.Node]] = {}
         """By (source, user): the values that the one stage sends to the other, in the order in which they are made."""
         for node in traced.nodes:
             if node not in traced.sizes:
                 stage = self.stages[node]
                 for user in traced.readers(node, self.stages, self.last) - {stage}:
-                    self.crossing.setdefault((stage, user), []).append(node)
+                    self.sent.setdefault((stage, user), []).append(node)
 
     def nodes(self, stage: int) -> list[fx.Node]:
         """The nodes that a stage computes, in order, with the sizes that it needs."""
@@ -240,7 +240,7 @@ def _write(
         if (i, None) in given:
             writer.known[node] = given[i, None]
     for source in sources:
-        for value in plan.crossing.get((source, stage), ()):
+        for value in plan.sent.get((source, stage), ()):
             writer.known[value] = writer.graph.placeholder(value.name)
     for node in plan.nodes(stage):
         size = plan.size(node)
@@ -248,7 +248,7 @@ def _write(
             writer.copy(node, plan.traced.root)
         else:
             writer.known[node] = given[size]
-    sent = [plan.traced.outputs if target == CALLER else plan.crossing.get((stage, target), ()) for target in targets]
+    sent = [plan.traced.outputs if target == CALLER else plan.sent.get((stage, target), ()) for target in targets]
     graph = writer.finish(tuple(tuple(map(writer.stand_in, values)) for values in sent), f"Stage{stage}")
     changed = frozenset(name for name in state if name in plan.overwrites.state)
     return StageGraph(graph, tuple(state), changed, targets, plan.traced.shape)
