@@ -9,7 +9,7 @@ train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
 
 test: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -46,31 +46,31 @@ CAMPAIGN := $(BIN)/python -m pytest
 campaigns: soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api architectures padding
 
 soak: .venv/installed
-	$(BIN)/python -m tests.campaigns.soak --minutes $(MINUTES)
+	$(BIN)/python -m tests.campaigns soak --minutes $(MINUTES)
 
 differential: .venv/installed
-	$(BIN)/python -m tests.campaigns.differential --cases $(CASES) --seed $(SEED) --minutes $(MINUTES)
+	$(BIN)/python -m tests.campaigns differential --cases $(CASES) --seed $(SEED) --minutes $(MINUTES)
 
 architectures: .venv/installed
-	$(BIN)/python -m tests.campaigns.architectures --minutes $(MINUTES)
+	$(BIN)/python -m tests.campaigns architectures --minutes $(MINUTES)
 
 padding: .venv/installed
-	$(BIN)/python -m tests.campaigns.architectures padding --cases $(CASES) --seed $(SEED)
+	$(BIN)/python -m tests.campaigns padding --cases $(CASES) --seed $(SEED)
 
 faults: .venv/installed
-	$(BIN)/python -m tests.campaigns.faults --cases $(CASES) --seed $(SEED)
+	$(BIN)/python -m tests.campaigns faults --cases $(CASES) --seed $(SEED)
 
 equal: .venv/installed
-	$(BIN)/python -m tests.campaigns.workers --cases $(CASES) --seed $(SEED) --minutes $(MINUTES)
+	$(BIN)/python -m tests.campaigns workers --cases $(CASES) --seed $(SEED) --minutes $(MINUTES)
 
 hosts: .venv/installed
-	$(BIN)/python -m tests.campaigns.hosts --seed $(SEED)
+	$(BIN)/python -m tests.campaigns hosts --seed $(SEED)
 
 crashes: .venv/installed
-	$(BIN)/python -m tests.campaigns.crashes --seed $(SEED)
+	$(BIN)/python -m tests.campaigns crashes --seed $(SEED)
 
 hangs: .venv/installed
-	$(BIN)/python -m tests.campaigns.hangs --cases $(or $(HANGS),200) --seed $(SEED)
+	$(BIN)/python -m tests.campaigns hangs --cases $(or $(HANGS),200) --seed $(SEED)
 
 kill-service: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) tests/service/test_service_killed.py
@@ -82,7 +82,7 @@ kill-run: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),20) $(CAMPAIGN) tests/cli/test_train.py
 
 package: .venv/installed
-	$(BIN)/python -m tests.campaigns.packaging $(if $(TORCH),--torch $(TORCH))
+	$(BIN)/python -m tests.campaigns packaging $(if $(TORCH),--torch $(TORCH))
 
 shapes: .venv/installed
 	ASYNCPIPE_SHAPES=all $(CAMPAIGN) tests/core tests/pipeline/test_gradients.py

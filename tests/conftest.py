@@ -13,10 +13,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest import runner
 from hypothesis import settings
 
 FULL = Path("/dev/full")
@@ -24,6 +26,8 @@ FULL = Path("/dev/full")
 # each of them would compile all of it again, for most of a second.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tests run beside each other, and their tensors are small: further threads of torch would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 JOIN_SECONDS = 10.0
 TURNS = 5
@@ -36,9 +40,11 @@ settings.load_profile("asyncpipe")
 
 
 def pytest_configure() -> None:
-    """Restore Python's handler of SIGINT: a shell starts background processes with SIGINT ignored."""
+    """Restore Python's handler of SIGINT (a shell starts background processes with SIGINT ignored), and so on."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Workers are forked from one process as long as the environment is the same; pytest notes the test's phase in it.
+    runner._update_current_test_var = lambda *_: None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,10 +66,27 @@ def pytest_collection_finish() -> None:
         torch.cuda.manual_seed_all = lambda seed: None
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded_fork_servers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers' fork servers have imported torch already, but where tests look at how workers begin."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "runtime" not in request.path.parts:
+            patch.setattr("asyncpipe.runtime.workers.fork_server.spawn", _spawn_preloaded)
+        yield
+
+
+def _spawn_preloaded(*given: Any, **options: Any) -> Any:
+    from preloaded import spawn  # Not at the top: it imports what tests of the core need not have.
+
+    return spawn(*given, **options)
+
+
 @pytest.fixture
 def own_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No other test's files are among the temporary ones. The path is short, as that of a Unix socket must be."""
-    tmp_path_factory.getbasetemp()  # Made where it stays: the first ``tmp_path`` of a session may come after this.
+    # Made where they stay: the first ``tmp_path``, or preloaded process, of a session may come after this.
+    tmp_path_factory.getbasetemp()
+    get_temp_dir()
     with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -18,6 +17,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from killing import SCRIPT, serving
+from preloaded import Program
 
 from asyncpipe import cli
 from asyncpipe.cli import serve as serve_module
@@ -66,33 +67,6 @@ def build(*, gated: bool = True) -> Workload:
 """
 
 
-class Served:
-    """A running service; what it has printed is in ``lines``."""
-
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self.process = process
-        self.log = log
-        self.lines: list[str] = []
-
-    def line(self, pattern: str) -> re.Match[str]:
-        """The next line that it prints with ``pattern`` in it."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError(f"no {pattern!r} in {self.lines}; stderr: {self.log.read_text(encoding='utf-8')}")
-
-    def ends(self) -> int:
-        """Its status, when it has ended."""
-        assert self.process.stdout is not None
-        self.lines += self.process.stdout.read().splitlines()
-        return self.process.wait(SECONDS)
-
-    def ask(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self.process.send_signal(number)
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty working directory, and no settings of whoever runs the tests."""
@@ -114,40 +88,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-@contextmanager
-def serve(folder: Path, *options: str, code: str = "") -> Iterator[Served]:
-    """A service in ``folder``, killed at the end of the block if it has not ended; ``code`` runs in it first."""
-    script = f"import sys; from asyncpipe.cli import main, serve; {code or 'pass'}; sys.exit(main())"
-    arguments = [sys.executable, "-c", script, "serve", "--config", "service.toml", *options]
-    log = folder / "stderr"
-    with (
-        log.open("a", encoding="utf-8") as err,
-        subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, stderr=err, text=True) as process,
-    ):
-        try:
-            yield Served(process, log)
-        finally:
-            process.kill()
-
-
-def until(client: JobClient, job: str, what: str, value: object) -> dict[str, Any]:
-    """The job, once it has ``value`` as its ``what``: another process gets there in its own time."""
-    deadline = time.monotonic() + SECONDS
-    while (found := client.show(job))[what] != value:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    return found
-
-
 def test_a_service_trains_what_it_is_given_and_ends_in_peace(folder, capsys, monkeypatch):
     (folder / "token").write_text(TOKEN, encoding="utf-8")
     (folder / "token").chmod(0o600)
     (folder / "tiny.toml").write_text(as_toml(), encoding="utf-8")
-    with serve(folder, "--token-file", "token", "--log-format", "json") as served:
-        url, port = served.line(r"^service: (http://127\.0\.0\.1:(\d+))/$").groups()
-        metrics = served.line(r"^metrics: (http://\S+/metrics)$")[1]
-        served.line(r"^entries: charlm:build, slow:build; devices: cpu:0, cpu:1$")
-        served.line(r"^ready: 0 jobs run, 0 wait$")
+    with serving(folder, "--token-file", "token", "--log-format", "json") as served:
+        assert served.line("ready: ") == "ready: 0 jobs run, 0 wait"
+        assert served.line("entries: ") == "entries: charlm:build, slow:build; devices: cpu:0, cpu:1"
+        url, port = re.fullmatch(r"service: (http://127\.0\.0\.1:(\d+))/", served.line("service: ")).groups()
+        metrics = re.fullmatch(r"metrics: (http://\S+/metrics)", served.line("metrics: "))[1]
         with pytest.raises(ApiError, match=r"Unauthorized \(401\)"):
             list(JobClient(url).list())
         monkeypatch.setenv("ASYNCPIPE_URL", url)
@@ -165,7 +114,7 @@ def test_a_service_trains_what_it_is_given_and_ends_in_peace(folder, capsys, mon
         with pytest.raises(ApiError):
             list(JobClient(url, TOKEN[::-1]).list())
         check_taken(port, capsys)
-        served.ask()
+        served.process.terminate()
         assert served.ends() == 0
         assert "SIGTERM: no more jobs are taken; no job runs (once more: end at once)" in served.lines
     assert (folder / "runs" / "service").stat().st_mode & 0o777 == 0o700
@@ -203,31 +152,6 @@ def as_toml() -> str:
     return "\n".join(tables)
 
 
-def test_a_job_goes_on_after_the_service_was_told_to_end(folder):
-    endless = {**JOB, "training": {**JOB["training"], "steps": 10**9}}
-    with serve(folder, "--port", "0") as served:
-        client = JobClient(served.line(r"^service: (\S+)$")[1])
-        job = client.submit(endless, "monday")["id"]
-        next(event for event in client.events(job) if event.kind == "step")
-        served.ask(signal.SIGINT)
-        assert served.ends() == 0
-        farewell = next(line for line in served.lines if line.startswith("SIGINT"))
-        assert farewell.startswith("SIGINT: no more jobs are taken; 1 running job ends its step and takes a snapshot")
-        assert served.lines[-1] == "ended; jobs go on at the next start"
-    with serve(folder) as served:
-        client = JobClient(served.line(r"^service: (\S+)$")[1])
-        assert client.submit(endless, "monday")["id"] == job, "the same key is the same job, also now"
-        found = until(client, job, "state", "running")
-        assert found["step"] > 0
-        assert found["snapshot"] is not None
-        client.cancel(job)
-        assert client.wait(job, SECONDS)["state"] == "cancelled"
-        states = [row["to"] for row in client.history(job)]
-        assert states == ["queued", "running", "queued", "running", "cancelled"]
-        served.ask()
-        assert served.ends() == 0
-
-
 GATED = {
     "name": "slow",
     "entry": "slow:build",
@@ -246,32 +170,21 @@ NEVER_DRAINS = (
 @pytest.mark.parametrize("code", ["", NEVER_DRAINS])
 def test_a_second_signal_ends_it_at_once(folder, code):
     os.mkfifo(folder / "gate")
-    with serve(folder, "--grace-seconds", "1000", code=code) as served:
-        client = JobClient(served.line(r"^service: (\S+)$")[1])
+    with serving(folder, "--grace-seconds", "1000", code=code) as served:
+        client = served.client()
         job = client.submit(GATED)["id"]
         served.line("in the gate")
-        served.ask()
+        served.process.terminate()
         served.line("SIGTERM: no more jobs are taken; 1 running job ends its step")
         with pytest.raises(ApiError, match=r"Service Unavailable \(503\)"):
             JobClient(client.url, retries=0).submit(GATED)
         assert client.show(job)["state"] == "running"
-        served.ask(signal.SIGINT)
+        served.process.send_signal(signal.SIGINT)
         assert served.ends() == 128 + signal.SIGINT
 
 
-def test_a_step_that_never_ends_does_not_hold_it_up_for_ever(folder):
-    os.mkfifo(folder / "gate")
-    with serve(folder, "--grace-seconds", "0.2", code="serve.SLACK_SECONDS = 0.2") as served:
-        client = JobClient(served.line(r"^service: (\S+)$")[1])
-        client.submit(GATED)
-        served.line("in the gate")
-        served.ask()
-        assert served.ends() == serve_module.GRACE_OVER
-        assert served.lines[-1] == "the grace period is over; jobs go on from their last snapshots at the next start"
-
-
 @contextmanager
-def nobody_reads(process: subprocess.Popen[str], how: str) -> Iterator[None]:
+def nobody_reads(process: Program | subprocess.Popen[str], how: str) -> Iterator[None]:
     """The reader of what it prints has gone, or has stopped, when so much is printed that no more fits."""
     assert process.stdout is not None
     if how == "gone":
@@ -302,12 +215,18 @@ def test_it_ends_in_peace_though_nobody_reads(folder, how):
         "serve.READER_SECONDS = 0.1; told = serve.ending_line; sys.stdout.reconfigure(write_through=False); "
         "serve.ending_line = lambda *given: sys.stdout.write('of a job') and told(*given)"
     )
-    with serve(folder, code=code) as served:
-        served.line("^ready")
-        with nobody_reads(served.process, how):
-            served.ask()
-            assert served.process.wait(SECONDS) == 0
-    assert "Error" not in served.log.read_text(encoding="utf-8")
+    with (folder / "stderr").open("w") as err:
+        process = Program(SCRIPT.format(code=code), "serve", "--config", "service.toml", stderr=err)
+    with process:
+        try:
+            while not process.stdout.readline().startswith("ready"):
+                assert process.poll() is None
+            with nobody_reads(process, how):
+                process.terminate()
+                assert process.wait(SECONDS) == 0
+        finally:
+            process.kill()
+    assert "Error" not in (folder / "stderr").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("how", READERS)

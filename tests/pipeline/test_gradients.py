@@ -29,11 +29,11 @@ def pipeline(model: nn.Module, stages: int, devices: int, **options: Any) -> Pip
     return Pipeline(model, [f"cpu:{k}" for k in range(devices)], stages=stages, loss_fn=mse, **options)
 
 
-@pytest.mark.parametrize("samples", [12, 13, 5], ids=lambda n: f"batch{n}")
+@pytest.mark.parametrize("samples", [12, 13, 5] if ALL else [12, 5], ids=lambda n: f"batch{n}")
 @pytest.mark.parametrize(("schedule", "stages", "devices"), SHAPES)
 async def test_equal_to_the_unsplit_model(workloads, schedule, stages, devices, samples):
     workload = workloads(samples)
-    for mode, microbatches in itertools.product(MODES, range(1, 9) if ALL else (1, 2, 3, 5, 8)):
+    for mode, microbatches in itertools.product(MODES, range(1, 9) if ALL else (1, 3, 5, 8)):
         threaded, inline = workload.model(), workload.model()
         options = {"schedule": schedule, "checkpoint": mode, "microbatches": microbatches}
         async with pipeline(threaded, stages, devices, **options) as pipe:

@@ -40,8 +40,8 @@ from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.workload import Workload
 from tests.campaigns.soak.samples import POOLS
 
-JOBS = int(os.environ.get("ASYNCPIPE_JOBS", "100"))
-CLIENTS = 20
+JOBS = int(os.environ.get("ASYNCPIPE_JOBS", "40"))
+CLIENTS = 8 if JOBS < 100 else 20
 ROUNDS = 5 if JOBS < 1000 else 10
 SEED = 6
 IS_TRACED = "ASYNCPIPE_TRACED" in os.environ

@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 
-KILLS = int(os.environ.get("ASYNCPIPE_KILLS", "3"))
+KILLS = int(os.environ.get("ASYNCPIPE_KILLS", "2"))
 SEED = int(os.environ.get("ASYNCPIPE_KILL_SEED", "6"))
 
 

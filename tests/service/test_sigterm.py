@@ -4,7 +4,7 @@ The job's model has a stage that waits in a step until somebody opens the gate, 
 
     SIGTERM ─▶ /readyz 503, submit 503 ─▶ gate opens ─▶ the step ends ─▶ snapshot ─▶ exit 0
         │
-        ├─ again ─▶ exit 128 + 15, at once
+        ├─ again ─▶ exit 128 + 15, at once (``tests/cli/test_serve.py``)
         └─ the gate stays shut ─▶ exit 1, when the grace period is over
 """
 
@@ -122,6 +122,8 @@ def test_the_step_ends_and_the_next_process_goes_on_behind_it(folder):
         assert status(client, "readyz") == 200
         served.process.send_signal(signal.SIGTERM)
         asked = time.monotonic()
+        farewell = served.line("SIGTERM")
+        assert farewell.startswith("SIGTERM: no more jobs are taken; 1 running job ends its step and takes a snapshot")
         poll("not ready", lambda: status(client, "readyz") == 503)
         assert status(client, "livez") == 200, "a restart would help nobody"
         with pytest.raises(ApiError) as refused:
@@ -142,23 +144,12 @@ def test_the_step_ends_and_the_next_process_goes_on_behind_it(folder):
     assert any(note.startswith("going on after step 1") for note in found["notes"]), found["notes"]
 
 
-def test_a_second_signal_does_not_wait(folder):
-    with serving(folder, "--grace-seconds", "1000") as served:
-        client, _ = in_the_gate(served)
-        served.process.send_signal(signal.SIGTERM)
-        poll("not ready", lambda: status(client, "readyz") == 503)
-        asked = time.monotonic()
-        served.process.send_signal(signal.SIGTERM)
-        assert served.ends() == 128 + signal.SIGTERM, served.story()
-        assert time.monotonic() - asked < END_SECONDS
-
-
 def test_a_step_that_does_not_end_is_left_when_the_grace_period_is_over(folder):
     grace = slack = 0.5
     with serving(folder, "--grace-seconds", str(grace), code=f"serve.SLACK_SECONDS = {slack}") as served:
         _, job = in_the_gate(served)
         asked = time.monotonic()
-        served.process.send_signal(signal.SIGTERM)
+        served.process.send_signal(signal.SIGINT)
         assert served.ends() == 1, served.story()
         assert grace <= time.monotonic() - asked < grace + slack + END_SECONDS
         assert served.lines[-1] == "the grace period is over; jobs go on from their last snapshots at the next start"

@@ -26,6 +26,7 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
+from preloaded import Program
 from store_helpers import check_history
 
 from asyncpipe.service.client import ApiError, JobClient, ServerEvent, UnreachableError
@@ -37,6 +38,7 @@ from asyncpipe.train.snapshots.resume import snapshots_in
 
 __all__ = [
     "FINAL",
+    "SCRIPT",
     "SECONDS",
     "Served",
     "Told",
@@ -85,8 +87,8 @@ def poll(what: str, is_true: Callable[[], Any], pause: float = 0.01, seconds: fl
 class Served:
     """A service that runs in ``folder``, until it is killed or has ended."""
 
-    def __init__(self, folder: Path, *options: str, code: str = "pass") -> None:
-        """``code`` runs in it before it starts."""
+    def __init__(self, folder: Path, *options: str, code: str = "pass", is_fresh: bool = False) -> None:
+        """``code`` runs in it before it starts. One that is fresh imports all by itself, where memory is measured."""
         self.log = folder / "stderr"
         self.state = folder / "state"
         self.lines: list[str] = []
@@ -94,11 +96,16 @@ class Served:
         self.is_up = Event()
         """Set when it has said where it is, or has ended."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCPIPE_")}
-        script = [sys.executable, "-c", SCRIPT.format(code=code), "serve", "--config", "service.toml", *options]
+        arguments = (SCRIPT.format(code=code), "serve", "--config", "service.toml", *options)
         with self.log.open("a", encoding="utf-8") as errors:
-            self.process = subprocess.Popen(
-                script, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
+            self.process: Any = (
+                subprocess.Popen(
+                    [sys.executable, "-c", *arguments],
+                    cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
+                )
+                if is_fresh
+                else Program(*arguments, cwd=folder, env=environment, stderr=errors)
+            )  # fmt: skip
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -147,9 +154,9 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, *options: str, code: str = "pass") -> Iterator[Served]:
+def serving(folder: Path, *options: str, **how: Any) -> Iterator[Served]:
     """A service that has ended, in whatever way, behind the block."""
-    served = Served(folder, *options, code=code)
+    served = Served(folder, *options, **how)
     try:
         yield served
     finally:
