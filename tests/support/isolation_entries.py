@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from resume_helpers import make_workload
 from torch import Generator, Tensor, nn
 
@@ -24,6 +25,7 @@ from asyncpipe.train.workload import Batch, Workload
 __all__ = [
     "crashes",
     "dies",
+    "greedy",
     "has_child",
     "holds_the_gil",
     "never_returns",
@@ -102,6 +104,19 @@ def has_child(folder: str) -> Workload:
 
 def _with_child() -> int:
     return subprocess.Popen(["sleep", "600"]).pid
+
+
+def greedy() -> Workload:
+    """Keeps 64 MiB more for each batch, for ever."""
+    made = make_workload()
+    held: list[Tensor] = []
+
+    def batches(batch_size: int, generator: Generator) -> Iterator[Batch]:
+        for batch in made.batches(batch_size, generator):
+            held.append(torch.ones((64 << 20) // 4))
+            yield batch
+
+    return replace(made, batches=batches, states={})
 
 
 class OwnError(Exception):

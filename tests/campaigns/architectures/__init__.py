@@ -6,5 +6,5 @@ cell (what is recomputed, and the schedule) with the unsplit model in float64. E
 a process of its own with a time limit (``apart.py``), so that a crash or a hang is a result, too. ``padding.py`` draws
 language models and batches of random lengths, and compares with the whole batch's loss by transformers itself.
 
-Start with ``__main__.py``: ``python -m tests.campaigns.architectures --only gpt2``.
+Start with ``campaign.py``: ``python -m tests.campaigns architectures --only gpt2``.
 """

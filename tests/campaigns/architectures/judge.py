@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +21,11 @@ from asyncpipe.ops.model.microbatch import cut, without_no_chunk
 from asyncpipe.ops.model.nested import flatten, leaves_of, places
 from asyncpipe.ops.model.transformers.counted_loss import loss_kind
 from asyncpipe.ops.model.transformers.families import find_trunks
-from tests.campaigns.apart import Apart
 from tests.campaigns.architectures.architecture import SAMPLES, Architecture
 from tests.campaigns.architectures.in_float64 import in_float64
+from tests.campaigns.harness import Verdict
 
-__all__ = ["CELLS", "EVALUATION", "Cell", "Header", "compared", "findings", "judge", "judged", "told"]
+__all__ = ["CELLS", "EVALUATION", "compared", "judge", "told"]
 
 STAGES, MICROBATCHES = 3, 4
 TOLERANCE = 1e-10
@@ -37,30 +35,6 @@ CELLS = [
     EVALUATION,
 ]
 """(schedule, what is recomputed) of each cell; and outputs in evaluation mode."""
-
-
-class Header(NamedTuple):
-    """What is said of an architecture besides its cells."""
-
-    name: str
-    library: str
-    parameters: int
-    how: str
-    """``structure`` or ``trace``."""
-    seconds: float
-    """To cut the model into stages."""
-    against: str
-    """What is compared with: the ``whole`` mini-batch, or ``micro-batches`` where layers mix samples."""
-
-
-class Cell(NamedTuple):
-    """What became of a cell: ``right``, ``refused``, or a finding: ``wrong``, ``crashed`` or ``hung``."""
-
-    schedule: str
-    checkpoint: str
-    outcome: str
-    text: str = ""
-    """The sentence of a refusal; what was found; of a right cell, the largest difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,64 +50,39 @@ class Expected:
     """One over the largest gradient, with which differences of gradients are multiplied."""
 
 
-def judge(architecture: Architecture, cells: list[tuple[str, str]] = CELLS) -> Iterator[Header | Cell]:
-    """The header and the cells, each as soon as it is known."""
+def judge(architecture: Architecture, cells: Sequence[tuple[str, str]] = CELLS) -> Iterator[str | Verdict]:
+    """What is said of an architecture, and the verdict on each cell as soon as it is known."""
     with warnings.catch_warnings(), in_float64():
         warnings.simplefilter("ignore")
         model, batch = architecture.made()
         mixes = architecture.mixes or any(isinstance(module, _BatchNorm) for module in model.modules())
         expected = _unsplit(model, batch, mixes)
         fresh = deepcopy(model.state_dict())
-        began = time.monotonic()
-        refusal = ""
         try:
             opened = _cut(model, batch)
         except Exception as error:  # noqa: BLE001 - the finding
-            refusal, outcome = told(error)
-        seconds = time.monotonic() - began
+            yield from [told(error)] * len(cells)
+            return
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        how = "-" if refusal else opened.how
-        yield Header(
-            architecture.name, architecture.library, parameters, how, seconds, "micro-batches" if mixes else "whole"
-        )
+        against = "micro-batches" if mixes else "whole mini-batch"
+        yield f"{architecture.name}: {parameters:,} parameters, cut by {opened.how}, compared with the {against}"
         for cell in cells:
-            if refusal:
-                yield Cell(*cell, outcome, refusal)
-                continue
             model.load_state_dict(fresh)
             model.zero_grad()
             try:
                 found, largest = _differences(_run(opened, model, batch, cell), expected, cell)
-                text = "; ".join(found[:5]) if found else f"{largest:.1e}"
-                yield Cell(*cell, "wrong" if found else "right", text)
+                yield Verdict("wrong", "; ".join(found[:5])) if found else Verdict("right", f"{largest:.1e}")
             except Exception as error:  # noqa: BLE001 - the finding
-                said, what = told(error)
-                yield Cell(*cell, what, said)
+                yield told(error)
 
 
-def judged(
-    architecture: Architecture, seconds: float, cells: list[tuple[str, str]] = CELLS, work: Any = judge
-) -> list[Header | Cell]:
-    """As ``judge``, in a process of its own with a time limit. Cells that it did not come to are told of."""
-    importlib.import_module(architecture.library)  # once, before processes are forked
-    apart = Apart(partial(work, architecture, cells), seconds).finish()
-    done = {line[:2] for line in apart.results if isinstance(line, Cell)}
-    left = [Cell(*cell, apart.outcome, apart.told) for cell in cells if cell not in done]
-    return [*apart.results, *left[:1], *(cell._replace(text="as above") for cell in left[1:])]
-
-
-def findings(lines: Iterable[Header | Cell]) -> list[Cell]:
-    """The cells that are neither right nor refused."""
-    return [line for line in lines if isinstance(line, Cell) and line.outcome not in ("right", "refused")]
-
-
-def told(error: Exception) -> tuple[str, str]:
-    """What is said of an error, and what it is."""
+def told(error: Exception) -> Verdict:
+    """What is said of an error: it is a refusal, or something has crashed."""
     cause = error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error
     if isinstance(cause, AsyncpipeError) and not isinstance(cause, TaskError):
-        return f"{type(cause).__name__}: {cause}", "refused"
+        return Verdict("refused", f"{type(cause).__name__}: {cause}")
     where = "".join(traceback.format_exception(cause)[-6:])
-    return f"{type(error).__name__} of {type(cause).__name__}: {cause}\n{where}", "crashed"
+    return Verdict("error", f"{type(error).__name__} of {type(cause).__name__}: {cause}\n{where}")
 
 
 # The loss

@@ -7,12 +7,9 @@ micro-batches of any size that are trimmed to their own longest sample), where t
 
 from __future__ import annotations
 
-import faulthandler
 import random
-import time
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,11 +22,14 @@ from tests.campaigns.architectures.architecture import ZOO
 from tests.campaigns.architectures.in_float64 import in_float64
 from tests.campaigns.architectures.judge import compared, told
 from tests.campaigns.architectures.zoo_transformers import WORDS
+from tests.campaigns.harness import Campaign, Run, Verdict
 
-__all__ = ["FAMILIES", "PaddingCase", "draw", "judge_case", "run"]
+__all__ = ["CAMPAIGN", "draw", "judge_case"]
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "bert", "roberta", "t5")
 LONGEST, IGNORED = 11, -100
+TOGETHER, SECONDS = 25, 120.0
+"""Cases of one process, which share the models, and its time."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def _pieces(case: PaddingCase, batch: dict[str, Tensor]) -> list[dict[str, Tenso
     return pieces
 
 
-def judge_case(case: PaddingCase) -> tuple[str, str]:
-    """What became of a case: ``right``, ``refused``, ``wrong`` or ``crashed``; and what is said of it."""
+def judge_case(case: PaddingCase) -> Verdict:
+    """What became of a case."""
     model, batch = _model(case.family), _batch(case)
     with warnings.catch_warnings(), in_float64():
         warnings.simplefilter("ignore")
@@ -132,13 +132,12 @@ def judge_case(case: PaddingCase) -> tuple[str, str]:
         try:
             loss = _pipelined(case, model, batch)
         except Exception as error:  # noqa: BLE001 - the finding
-            text, outcome = told(error)
-            return outcome, text
+            return told(error)
     scale = 1 / max(float(g.abs().max()) for g in expected.values() if g is not None)
     found = [compared("loss", loss.double(), whole.detach().double())[0]]
     found += [compared(f"gradient of {name}", p.grad, expected[name], scale)[0] for name, p in model.named_parameters()]
     wrong = [text for text in found if text]
-    return ("wrong", "; ".join(wrong[:4])) if wrong else ("right", "")
+    return Verdict("wrong", "; ".join(wrong[:4])) if wrong else Verdict("right")
 
 
 def _pipelined(case: PaddingCase, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -166,19 +165,13 @@ def _pipelined(case: PaddingCase, model: nn.Module, batch: dict[str, Tensor]) ->
         return result.loss
 
 
-def run(seed: int, cases: int, until: float, families: Sequence[str] | None = None) -> int:
-    """Judge ``cases`` cases, until a time of ``monotonic``, and print what was found; 1 if something was."""
-    outcomes: Counter[str] = Counter()
-    for number in range(cases):
-        if time.monotonic() > until:
-            break
-        case = draw(seed * 1_000_000 + number, families or FAMILIES)
-        faulthandler.dump_traceback_later(120, exit=True)
-        outcome, text = judge_case(case)
-        faulthandler.cancel_dump_traceback_later()
-        outcomes[outcome if outcome != "refused" else f"refused: {text}"] += 1
-        if outcome not in ("right", "refused"):
-            print(f"{outcome}: {text}\n  {case}", flush=True)
-    shown = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    print(f"seed {seed}: {sum(outcomes.values())} cases of padding: {shown}")
-    return int(not all(outcome.startswith(("right", "refused")) for outcome in outcomes))
+def _work(run: Run) -> None:
+    families = run.options.only.split(",") if run.options.only else FAMILIES
+
+    def judged(seeds: Sequence[int]) -> Iterator[Verdict]:
+        return (judge_case(draw(seed, families)) for seed in seeds)
+
+    run.judge(run.chunks(TOGETHER), judged, SECONDS)
+
+
+CAMPAIGN = Campaign("padding", _work, {"cases": 200, "only": "", "case": -1, "processes": 1, "here": False}, draw)

@@ -16,11 +16,11 @@ import os
 import random
 import re
 import signal
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -28,11 +28,13 @@ from asyncpipe import DevicePool
 from asyncpipe.errors import WorkerLostError, WorkerStartError
 from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.runtime.watchdog import Watchdog
+from tests.campaigns.crashes.controllers import kill_controllers
 from tests.campaigns.crashes.job import DEVICES, Job, Snapshot, restore, take
 from tests.campaigns.crashes.left import Held, child_named, threads_and_files
 from tests.campaigns.crashes.strikes import HANGS, Strike, Struck
+from tests.campaigns.harness import Campaign, Run
 
-__all__ = ["FLOOR", "KINDS", "LATEST", "Campaign", "Figures", "FromOutside", "all_strikes", "at_start", "outside"]
+__all__ = ["CAMPAIGN", "Rounds"]
 
 KINDS = "FRBWCU"
 SCHEDULES = {kind: "zb-h1" if kind == "W" else "1f1b" for kind in KINDS}
@@ -81,26 +83,6 @@ class FromOutside:
         return "its start" if self.starting == self.device else "another one's start"
 
 
-@dataclass
-class Figures:
-    """What was seen."""
-
-    rounds: Counter[str] = field(default_factory=Counter)
-    to_error: dict[str, float] = field(default_factory=dict)
-    """The most seconds from a loss, or a deadline, to the error; by deed."""
-    to_close: float = 0.0
-    """The most seconds from the error until the pipeline is closed."""
-    restart: float = 0.0
-    """The most seconds to have lost workers again, with the stages in all."""
-
-    def __str__(self) -> str:
-        lines = [f"{count:6}  {name}" for name, count in sorted(self.rounds.items())]
-        lines += [f"{late:8.3f} s at most to the error after {deed}" for deed, late in sorted(self.to_error.items())]
-        lines.append(f"{self.to_close:8.3f} s at most from there until the pipeline is closed")
-        lines.append(f"{self.restart:8.3f} s at most to have workers again, with their stages")
-        return "\n".join(lines)
-
-
 def all_strikes(chance: random.Random, note: Path, devices: int = len(DEVICES)) -> Iterator[Strike]:
     """Deeds in every kind of task at each of the workers, in a random order."""
     names = DEVICES[:devices]
@@ -130,13 +112,13 @@ def at_start(chance: random.Random, seconds: float, devices: int = len(DEVICES))
             yield FromOutside(deed, device, chance.uniform(0, seconds), starting)
 
 
-class Campaign:
+class Rounds:
     """Used as ``async with``; then rounds, then ``end``."""
 
     def __init__(
         self,
+        run: Run,
         devices: int = len(DEVICES),
-        tell: Callable[[str], object] = print,
         *,
         steps: int = STEPS,
         kinds: str = KINDS,
@@ -147,10 +129,9 @@ class Campaign:
 
         ``folders`` are looked at for what is left there, besides that of temporary files, which must be its own.
         """
-        self.figures = Figures()
+        self._tell, self._report = run.tell, run.report
         self._latest = latest
         self._folders = folders
-        self._tell = tell
         self._devices = DEVICES[:devices]
         schedules = sorted({SCHEDULES[kind] for kind in kinds})
         self._jobs = {schedule: Job(schedule, devices, steps) for schedule in schedules}
@@ -160,7 +141,7 @@ class Campaign:
         self._grown: dict[int, tuple[int, int]] = {}
         """Threads and files of each worker after its first round."""
 
-    async def __aenter__(self) -> Campaign:
+    async def __aenter__(self) -> Rounds:
         for schedule, job in self._jobs.items():
             await job.prepare()
             self._snapshots[schedule] = job.beginning
@@ -187,7 +168,7 @@ class Campaign:
         """
         schedule = SCHEDULES[what.kind] if isinstance(what, Strike) else "1f1b"
         job = self._jobs[schedule]
-        if self._snapshots[schedule].steps > job.steps - 50:
+        if self._snapshots[schedule][0] > job.steps - 50:
             self._snapshots[schedule] = job.beginning
         if isinstance(what, Strike):
             what.note.unlink(missing_ok=True)
@@ -212,11 +193,11 @@ class Campaign:
                 await asyncio.wait([striking])
         if error is None and self._is_replaced(struck):
             assert isinstance(what, FromOutside)
-            self.figures.rounds[f"{what.deed} in {what.moment}, and replaced at once"] += 1
+            self._report.counts["round"][f"{what.deed} in {what.moment}, and replaced at once"] += 1
         elif what is not None:
             assert error is not None, f"nothing happened: {what}"
             self._judge(what, struck[0] if struck else Struck.read(what.note), error, caught_at)
-            self.figures.to_close = max(self.figures.to_close, time.perf_counter() - caught_at)
+            self._report.seconds["from an error until the pipeline is closed"].append(time.perf_counter() - caught_at)
         elif error is not None:
             raise error
 
@@ -232,17 +213,17 @@ class Campaign:
         await stack.enter_async_context(pipe)
         self._opened.update(self._up().values())
         if missing:
-            self.figures.restart = max(self.figures.restart, time.perf_counter() - began)
+            self._report.seconds["until workers are there again, with their stages"].append(time.perf_counter() - began)
         self._check_growth()
         snapshot = self._snapshots[job.schedule]
         restore(pipe, snapshot)
-        last = snapshot.steps + 3
-        while (isinstance(what, FromOutside) and not self._is_replaced(struck)) or snapshot.steps < last:
-            if snapshot.steps == job.steps:
+        last = snapshot[0] + 3
+        while (isinstance(what, FromOutside) and not self._is_replaced(struck)) or snapshot[0] < last:
+            if snapshot[0] == job.steps:
                 snapshot = job.beginning
                 restore(pipe, snapshot)
-            await job.step(pipe, snapshot.steps)
-            self._snapshots[job.schedule] = snapshot = take(pipe, snapshot.steps + 1)
+            await job.step(pipe, snapshot[0])
+            self._snapshots[job.schedule] = snapshot = take(pipe, snapshot[0] + 1)
             job.check(snapshot)
             await asyncio.sleep(0)
 
@@ -258,8 +239,8 @@ class Campaign:
         late = caught_at - struck.at
         if what.deed in HANGS:
             late -= SILENT if "for 20 s" in first else FLOOR
-        self.figures.rounds[f"{what.deed} in {what.kind if isinstance(what, Strike) else what.moment}"] += 1
-        self.figures.to_error[what.deed] = max(self.figures.to_error.get(what.deed, 0.0), late)
+        self._report.counts["round"][f"{what.deed} in {what.kind if isinstance(what, Strike) else what.moment}"] += 1
+        self._report.seconds[f"from {what.deed}, or its deadline, to the error"].append(late)
         self._tell(f"{what.deed} {struck.task or 'from outside'} on {what.device}: {late:.3f} s, {first}")
         assert late < self._latest, f"{what}: the error came {late:.1f} s late"
         assert what.device not in self._up(), "its process is there"
@@ -293,3 +274,28 @@ class Campaign:
             now = threads_and_files(pid)
             begin = self._grown.setdefault(pid, now)
             assert max(now[0] - begin[0], now[1] - begin[1]) <= 0, f"a worker has grown from {begin} to {now}"
+
+
+async def _run(run: Run) -> None:
+    folder, options = Path(tempfile.mkdtemp()), run.options
+    if options.controllers:
+        await asyncio.to_thread(kill_controllers, run, folder, options.controllers)
+    chance = random.Random(options.seed)
+    struck = [*outside(chance, options.outside, 2.0), *at_start(chance, 1.5), *all_strikes(chance, folder / "struck")]
+    async with Rounds(run, folders=[Path("/dev/shm")], latest=options.latest) as rounds:
+        for what in run.while_time(struck):
+            await rounds.round(what)
+        await rounds.round(None)  # The job goes on after the last one, too.
+    rounds.check_nothing_is_left()
+
+
+CAMPAIGN = Campaign(
+    "crashes",
+    _run,
+    {
+        "minutes": 60.0,
+        "outside": (100, "strikes at random instants"),
+        "controllers": (25, "kills of the controller"),
+        "latest": (LATEST, "seconds that an error may be late"),
+    },
+)

@@ -13,16 +13,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from resume_helpers import assert_same
 
 from asyncpipe import DevicePool
 from tests.campaigns.crashes.job import Job, Snapshot, restore, take
 from tests.campaigns.crashes.left import pids_named
+from tests.campaigns.harness import Run
 
-__all__ = ["LATEST", "kill_controllers"]
+__all__ = ["kill_controllers"]
 
 LATEST = 5.0
 """Seconds that a worker may live on without its controller."""
@@ -30,36 +31,30 @@ SECONDS = 120.0
 """For a controller to end by itself."""
 
 
-def kill_controllers(
-    chance: random.Random,
-    kills: int,
-    deadline: float,
-    folder: Path,
-    tell: Callable[[str], object] = print,
-    *,
-    devices: int = 4,
-    steps: int = 400,
-    longest: float = 5.0,
-) -> float:
-    """The longest that a worker has lived on after its controller was killed, in seconds.
+DEVICES, STEPS = 4, 400
+LONGEST = 5.0
+"""Seconds of a controller's start, or of its first step, within which it is killed."""
 
-    Each is killed within ``longest`` seconds of its start, or of its first step. Raises ``AssertionError`` if a worker
-    lives on for too long, or if the last controller, which is not killed, ends with other bits.
+
+def kill_controllers(run: Run, folder: Path, kills: int) -> None:
+    """Raises ``AssertionError`` if a worker lives on for too long after its controller was killed.
+
+    So it does if the last controller, which is not killed, ends with other bits.
     """
-    snapshot, most = folder / "snapshot", 0.0
-    alone = asyncio.run(_alone(devices, steps))
+    chance, snapshot = random.Random(run.options.seed), folder / "snapshot"
+    alone = asyncio.run(_alone())
     for number in range(kills + 1):
         mark = f"crash-{os.getpid()}-{number}"
-        command = [sys.executable, "-m", __name__, str(snapshot), mark, str(devices), str(steps)]
+        command = [sys.executable, "-m", __name__, str(snapshot), mark]
         controller = subprocess.Popen(command)
         server = f"fork server of {controller.pid}"
-        if number == kills or time.monotonic() > deadline:
+        if number == kills or not run.has_time:
             assert controller.wait(SECONDS) == 0
             break
         try:
             if chance.random() < 0.5:
                 _await_step(controller, snapshot)
-            time.sleep(chance.uniform(0.0, longest))
+            time.sleep(chance.uniform(0.0, LONGEST))
         finally:
             workers = len(pids_named(mark)) - 1
             controller.kill()
@@ -68,9 +63,12 @@ def kill_controllers(
         assert status in (0, -signal.SIGKILL), f"a controller has failed by itself: {status}"
         while (pids_named(mark) or pids_named(server)) and time.perf_counter() < killed + 2 * LATEST:
             time.sleep(0.01)
-        most = max(most, seconds := time.perf_counter() - killed)
-        done = 0 if (found := _read(snapshot)) is None else found.steps
-        tell(f"controller {number} ended by {status} with {workers} workers, {done} steps; none after {seconds:.3f} s")
+        seconds = time.perf_counter() - killed
+        run.report.seconds["to the end of the last worker of a killed controller"].append(seconds)
+        done = 0 if (found := _read(snapshot)) is None else found[0]
+        run.tell(
+            f"controller {number} ended by {status} with {workers} workers, {done} steps; none after {seconds:.3f} s"
+        )
         assert seconds < LATEST, f"a worker has lived on for {seconds:.1f} s"
         if status == 0:
             snapshot.unlink()
@@ -78,9 +76,7 @@ def kill_controllers(
     assert not pids_named(server)
     found = _read(snapshot)
     assert found is not None
-    alone.check(found)
-    tell(f"{most:8.3f} s at most to the end of the last worker of a killed controller; the job ended bit-equal")
-    return most
+    assert_same(found, alone)
 
 
 def _await_step(controller: subprocess.Popen[bytes], snapshot: Path) -> None:
@@ -99,22 +95,22 @@ def _read(path: Path) -> Snapshot | None:
     return found
 
 
-async def _alone(devices: int, steps: int) -> Snapshot:
-    job = Job("1f1b", devices, steps)
+async def _alone() -> Snapshot:
+    job = Job("1f1b", DEVICES, STEPS)
     await job.prepare()
     return job.end
 
 
-async def _control(path: Path, mark: str, devices: int, steps: int) -> None:
+async def _control(path: Path, mark: str) -> None:
     """Go on with the job to its end; a snapshot behind each step."""
-    job = Job("1f1b", devices, steps)
+    job = Job("1f1b", DEVICES, STEPS)
     workers = {device: f"{mark}-{device}" for device in job.devices}
     async with DevicePool(workers=workers) as pool, job.pipeline(pool, None) as pipe:
         done = 0
         if (found := _read(path)) is not None:
             restore(pipe, found)
-            done = found.steps
-        while done < steps:
+            done = found[0]
+        while done < STEPS:
             await job.step(pipe, done)
             done += 1
             torch.save(take(pipe, done), path.with_suffix(".new"))
@@ -123,4 +119,4 @@ async def _control(path: Path, mark: str, devices: int, steps: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(_control(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(_control(Path(sys.argv[1]), sys.argv[2]))

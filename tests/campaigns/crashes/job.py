@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 from typing import Any
 
 import torch
+from resume_helpers import assert_same
 from torch import Tensor, nn
 
 from asyncpipe import DevicePool, Pipeline
 from tests.campaigns.crashes.strikes import Armed, Strike
+from tests.campaigns.models.layers import TiedOut
 
 __all__ = ["DEVICES", "Job", "Snapshot", "make_model", "take"]
 
@@ -17,31 +19,8 @@ DEVICES = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 MICROBATCHES = 4
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A job between two steps."""
-
-    steps: int
-    """That are done."""
-    state: dict[str, Tensor]
-    optimizers: dict[str, Any]
-
-    def check(self, other: Snapshot) -> None:
-        """Raise ``AssertionError`` unless ``other`` has the same bits."""
-        assert self.steps == other.steps
-        _check_equal(self.state, other.state, "the model")
-        _check_equal(self.optimizers, other.optimizers, "the optimizers")
-
-
-class _Head(nn.Module):
-    """The first layer's weight once more."""
-
-    def __init__(self, first: nn.Linear) -> None:
-        super().__init__()
-        self.weight = first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+Snapshot = tuple[int, dict[str, Tensor], dict[str, Any]]
+"""A job between two steps: how many are done, the states of the model and of the optimizers."""
 
 
 def make_model(devices: int, strike: Strike | None = None) -> nn.Sequential:
@@ -51,7 +30,7 @@ def make_model(devices: int, strike: Strike | None = None) -> nn.Sequential:
     stages: list[nn.Module] = [nn.Sequential(Armed(strike), first, nn.Tanh())]
     for _ in range(devices - 2):
         stages.append(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.BatchNorm1d(6)))
-    stages.append(nn.Sequential(nn.Linear(6, 6), _Head(first)))
+    stages.append(nn.Sequential(nn.Linear(6, 6), TiedOut(first.weight)))
     return nn.Sequential(*stages).double()
 
 
@@ -102,39 +81,16 @@ class Job:
 
     def check(self, found: Snapshot) -> None:
         """Raise ``AssertionError`` unless it is bit-equal to the undisturbed run."""
-        found.check(self._right[found.steps])
+        assert_same(found, self._right[found[0]])
 
 
 def take(pipe: Pipeline, steps: int) -> Snapshot:
     """The snapshot behind ``steps`` steps."""
-    state = {name: value.clone() for name, value in pipe.state_dict().items()}
-    return Snapshot(steps, state, _copied(pipe.optimizer_states()))
+    return copy.deepcopy((steps, dict(pipe.state_dict()), pipe.optimizer_states()))
 
 
 def restore(pipe: Pipeline, snapshot: Snapshot) -> None:
     """Go on from ``snapshot``."""
-    pipe.load_state_dict(dict(snapshot.state))
-    pipe.load_optimizer_states(snapshot.optimizers)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
-
-
-def _check_equal(one: Any, other: Any, where: str) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other), f"{where}: other bits"
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for name in one:
-            _check_equal(one[name], other[name], f"{where}, {name}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for position, pair in enumerate(zip(one, other, strict=True)):
-            _check_equal(*pair, f"{where}, {position}")
-    else:
-        assert one == other, where
+    _, state, optimizers = snapshot
+    pipe.load_state_dict(dict(state))
+    pipe.load_optimizer_states(optimizers)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 
+import preloaded
 import pytest
 import torch
 
-from tests.campaigns.crashes.campaign import Campaign
+from tests.campaigns.crashes.campaign import Rounds
 from tests.campaigns.crashes.strikes import Strike
+from tests.campaigns.harness import Campaign, Run
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -22,9 +24,10 @@ pytestmark = [
 
 async def test_a_job_goes_on_bit_equal_after_a_strike_and_nothing_is_left(tmp_path):
     torch.manual_seed(0)
-    campaign = Campaign(devices=2, tell=lambda _: None, steps=60, kinds="U")
-    async with campaign:
-        await campaign.round(Strike("stop", "U", "cpu:0", 1, 0, tmp_path / "struck"))
-        await campaign.round(None)
-    campaign.check_nothing_is_left()
-    assert campaign.figures.rounds == {"stop in U": 1}
+    preloaded.start()
+    run = Run(Campaign("crashes in short", print), lambda _: None)
+    async with Rounds(run, devices=2, steps=60, kinds="U") as rounds:
+        await rounds.round(Strike("stop", "U", "cpu:0", 1, 0, tmp_path / "struck"))
+        await rounds.round(None)
+    rounds.check_nothing_is_left()
+    assert run.report.counts["round"] == {"stop in U": 1}

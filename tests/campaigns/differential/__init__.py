@@ -9,6 +9,6 @@
     judge.py     compares both: right, refused, void (the unsplit model itself fails) or a finding
     campaign.py  all of it, and the report
 
-``python -m tests.campaigns.differential --cases 2000 --seed 1 --minutes 30`` runs it, ``test_differential.py`` its
+``python -m tests.campaigns differential --cases 2000 --seed 1 --minutes 30`` runs it, ``test_differential.py`` its
 short form.
 """

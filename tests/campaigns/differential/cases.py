@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncpipe import Namespace
-from tests.campaigns.differential import layers as own
 from tests.campaigns.differential.hooks import MODULE_HOOKS, PARAMETER_HOOKS
-from tests.campaigns.differential.pieces import KINDS, PIECES, TO_VECTOR
+from tests.campaigns.models import layers as own
+from tests.campaigns.models.items import CONTAINERS, Item, Layer, count, draw_items, draw_plain, layers_of, tags_of
+from tests.campaigns.models.pieces import KINDS, TO_VECTOR
 
-SPANS = ("stash", "stash the input", "tie", "tied weight")
-PACKED = tuple(f"pack {container}" for container in own.CONTAINERS)
 FACES = ("step", "sync step", "call", "gpipe", "pipe", "trace", "trace call")
 CALLS = ("call", "gpipe", "pipe", "trace call")
 """The faces where the loss is the caller's."""
@@ -25,21 +22,7 @@ ONE_STAGE_A_DEVICE = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 LOOPS = ("interleaved", "looped-bfs", "interleaved-zb", "backward-first")
 VS = ("zbv", "v-half", "v-min", "dualpipev", "hanayo")
 OUTPUTS = ("dict", "list", "dataclass", "nested")
-
-
-@dataclass(frozen=True)
-class Item:
-    """A piece of a model, or a span: something that begins before ``inner`` and ends behind it."""
-
-    name: str
-    inner: tuple[Item, ...] = ()
-    hooks: tuple[str, ...] = ()
-
-    def walk(self) -> Iterator[Item]:
-        """The item and those in it."""
-        yield self
-        for item in self.inner:
-            yield from item.walk()
+TUPLES = ("tuple", "list", "named tuple", "twice", "views", "integers")
 
 
 @dataclass(frozen=True)
@@ -70,20 +53,15 @@ class Case:
         """How many there are."""
         return len(self.cuts) + 1
 
-    def all_items(self) -> list[Item]:
-        """The items, and those in spans."""
-        return [inner for item in self.items for inner in item.walk()]
-
     @property
     def tags(self) -> set[str]:
         """The tags of all pieces."""
-        found = (PIECES[self.kind].get(item.name) for item in self.all_items())
-        return {tag for piece in found if piece is not None for tag in piece.tags}
+        return tags_of(self.kind, self.items)
 
     @property
     def hooks(self) -> set[str]:
         """The hooks of all items."""
-        return {hook for item in self.all_items() for hook in item.hooks}
+        return {hook for item in self.items for each in item.walk() for hook in each.hooks}
 
 
 class Unbuildable(Exception):
@@ -93,24 +71,15 @@ class Unbuildable(Exception):
 # Models
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A layer of a built model, with the hooks that it gets."""
-
-    name: str
-    module: nn.Module
-    hooks: tuple[str, ...]
-
-
 def build(case: Case) -> tuple[nn.Sequential, list[Layer]]:
     """The model of a case, the same at every call, and its layers; no hooks are installed yet."""
     torch.manual_seed(case.seed)
-    layers = [layer for item in case.items for layer in _layers(case.kind, item)]
+    layers = [layer for item in case.items for layer in layers_of(case.kind, item)]
     # Behind what needs no gradient, torch calls no backward hooks, and makes no gradients in a reentrant checkpoint.
     if "reentrant" in case.tags or case.hooks & {"backward", "backward pre"}:
-        layers.insert(0, Layer("scale", own.Fn(torch.asinh), ()))
+        layers.insert(0, Layer("scale", own.fn(torch.asinh), ()))
     if case.kind in TO_VECTOR:
-        layers.append(Layer("to vector", own.ToVector(TO_VECTOR[case.kind]), ()))
+        layers.append(Layer("to vector", nn.Sequential(nn.Flatten(), nn.Linear(TO_VECTOR[case.kind], own.WIDTH)), ()))
     if case.output:
         layers.append(Layer(f"pack {case.output}", own.Pack(case.output), ()))
     if len(layers) < case.stages:
@@ -119,45 +88,6 @@ def build(case: Case) -> tuple[nn.Sequential, list[Layer]]:
     if "autocast" not in case.options:
         model.double()
     return model, layers
-
-
-def _layers(kind: str, item: Item) -> Iterator[Layer]:
-    if item.name in PIECES[kind]:
-        yield Layer(item.name, PIECES[kind][item.name].make(), item.hooks)
-        return
-    if item.name.startswith("pack "):
-        container = item.name.removeprefix("pack ")
-        yield Layer(item.name, own.Pack(container), item.hooks)
-        for inner in item.inner:
-            for layer in _layers(kind, inner):
-                yield Layer(layer.name, own.OnPacked(container, layer.module), layer.hooks)
-        yield Layer(f"un{item.name}", own.Unpack(container), ())
-        return
-    first, last = _ends(item.name, kind)
-    yield Layer(item.name, first, item.hooks)
-    for inner in item.inner:
-        yield from _layers(kind, inner)
-    yield Layer(f"end of {item.name}", last, ())
-
-
-def _ends(span: str, kind: str) -> tuple[nn.Module, nn.Module]:
-    if span.startswith("stash"):
-        namespace = Namespace()
-        return own.Stash(span == "stash the input").isolate(namespace), own.Pop().isolate(namespace)
-    if kind == "image":
-        conv = nn.Conv2d(own.CHANNELS, own.CHANNELS, 3, padding=1)
-        return conv, conv
-    linear = nn.Linear(own.WIDTH, own.WIDTH)
-    return linear, linear if span == "tie" else own.TiedOut(linear.weight)
-
-
-def balance(case: Case, layers: int) -> list[int]:
-    """How many layers each stage has: at least one, near the fractions of ``cuts``."""
-    ends: list[int] = []
-    for number, cut in enumerate(sorted(case.cuts)):
-        least, most = (ends[-1] if ends else 0) + 1, layers - (len(case.cuts) - number)
-        ends.append(min(max(round(cut * layers), least), most))
-    return [end - start for start, end in zip([0, *ends], [*ends, layers], strict=True)]
 
 
 # Batches and losses
@@ -229,10 +159,16 @@ def draw(seed: int) -> Case:
     draws = random.random() < 0.3
     face = random.choices(FACES, (6, 6, 6, 3, 3, 1, 1))[0]
     schedule, devices, stages = _schedule(random, face)
-    items = _items(random, kind, draws, face)
-    while (layers := _count(items) + (kind != "vector")) < stages:
-        items.append(_plain(random, kind, draws))
-    del layers
+
+    def plain() -> Item:
+        name = draw_plain(random, kind, draws=draws)
+        hooks = (random.choice((*MODULE_HOOKS, *PARAMETER_HOOKS)),) if random.random() < 0.12 else ()
+        return Item(name, hooks=hooks)
+
+    # torch's Pipe gives the items of a tuple or list to the next layer as arguments, so its models have none.
+    items = draw_items(random, plain, [each for each in CONTAINERS if face != "pipe" or each not in TUPLES])
+    while count(items) + (kind != "vector") < stages:
+        items.append(plain())
     microbatches = random.choice((1, 2, 2, 3, 4, 4, 5))
     if schedule == "dualpipev" and random.random() < 0.9:
         microbatches = stages + random.randrange(2)
@@ -256,14 +192,6 @@ def draw(seed: int) -> Case:
     return replace(case, options=_options(random, case))
 
 
-def _count(items: Sequence[Item]) -> int:
-    return sum(1 if not item.inner and not _is_span(item.name) else 2 + _count(item.inner) for item in items)
-
-
-def _is_span(name: str) -> bool:
-    return name in SPANS or name in PACKED
-
-
 def _schedule(random: Random, face: str) -> tuple[str, int, int]:
     """A schedule's name, and how many devices and stages."""
     name = random.choice((*ONE_STAGE_A_DEVICE, *LOOPS, *VS, "csv"))
@@ -275,40 +203,6 @@ def _schedule(random: Random, face: str) -> tuple[str, int, int]:
         return name, devices, devices * random.choice((1, 2, 2))
     devices = random.choice((1, 2, 2))
     return name, devices, 2 * devices
-
-
-def _items(random: Random, kind: str, draws: bool, face: str) -> list[Item]:
-    items: list[Item] = []
-    for _ in range(random.randint(1, 4)):
-        if random.random() < 0.7:
-            items.append(_plain(random, kind, draws))
-            continue
-        # torch's Pipe gives the items of a tuple or list to the next layer as arguments, so its models have none.
-        packed = [
-            p
-            for p in PACKED
-            if not (face == "pipe" and p.split()[1] in ("tuple", "list", "named", "twice", "integers"))
-        ]
-        span = random.choice((*SPANS, *SPANS, *random.sample(packed, 4)))
-        plain = [_plain(random, kind, draws) for _ in range(random.randint(0, 3))]
-        if span.startswith("stash") and random.random() < 0.3:
-            plain.append(Item(random.choice(SPANS), (_plain(random, kind, draws),)))
-        items.append(Item(span, tuple(plain)))
-    return items
-
-
-def _plain(random: Random, kind: str, draws: bool) -> Item:
-    table = PIECES[kind]
-    names = [name for name, piece in table.items() if draws or "draws" not in piece.tags]
-    if draws and random.random() < 0.5:
-        names = [name for name in names if "draws" in table[name].tags]
-    name = random.choice(names)
-    if "slow" in table[name].tags and random.random() < 0.5:
-        name = random.choice(names)
-    hooks = []
-    if random.random() < 0.12:
-        hooks.append(random.choice((*MODULE_HOOKS, *PARAMETER_HOOKS)))
-    return Item(name, hooks=tuple(hooks))
 
 
 def _steps(random: Random, face: str) -> tuple[str, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,38 +15,12 @@ from tests.campaigns.differential.cases import Case, build, sizes
 from tests.campaigns.differential.hooks import MODULE_HOOKS
 from tests.campaigns.differential.reference import Observed, run_unsplit
 from tests.campaigns.differential.runs import direction, loss_at, run_pipelined, trained
+from tests.campaigns.harness import Verdict
 
 TOLERANCE = 1e-10
 FLOAT, BFLOAT = 1e-5, 4e-2
 STEP = 1e-6
 OF_DERIVATIVES = 1e-5
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a case: ``right``, ``refused``, ``void``, or the kind of a finding: ``wrong``, ``error`` …"""
-
-    outcome: str
-    text: str = ""
-    """The message of a refusal; what was found, first in one line."""
-
-    @property
-    def is_finding(self) -> bool:
-        """Whether somebody must look at it."""
-        return self.outcome not in ("right", "refused", "void")
-
-    @property
-    def signature(self) -> str:
-        """The same for findings that look alike."""
-        line = self.text.splitlines()[0] if self.text else ""
-        return f"{self.outcome}: {general(line)}"
-
-
-def general(text: str) -> str:
-    """A message without what differs from case to case."""
-    text = re.sub(r"'[^']{0,60}'", "'…'", text)
-    text = re.sub(r"\[[^\]]*\]", "[…]", text)
-    return re.sub(r"[FBRIWCU]\(\d[^)]*\)|-?\d+(\.\d+)?(e-?\d+)?", "#", text)[:300]
 
 
 def judge(case: Case) -> Verdict:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.campaigns.differential.cases import Case, Layer, batch, build, loss_fn, sizes, tensors
+from tests.campaigns.differential.cases import Case, batch, build, loss_fn, sizes, tensors
 from tests.campaigns.differential.hooks import PARAMETER_HOOKS, HookCalls
+from tests.campaigns.models.items import Layer
 
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 

@@ -19,9 +19,10 @@ from asyncpipe.core.graph.export import write_csv
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.testing import InlineExecutor
-from tests.campaigns.differential.cases import CALLS, Case, balance, batch, build, loss_fn, sizes, tensors
+from tests.campaigns.differential.cases import CALLS, Case, batch, build, loss_fn, sizes, tensors
 from tests.campaigns.differential.hooks import HookCalls
 from tests.campaigns.differential.reference import LEARNING_RATE, MOMENTUM, Observed, around, install, updates
+from tests.campaigns.models.items import balance
 
 RunStep = Callable[[int, str, Tensor, Tensor], tuple[Tensor | None, Any]]
 """Runs step number … of a kind on an input and a target: the loss, and the output."""
@@ -152,7 +153,7 @@ def _pipeline(case: Case, model: nn.Sequential, loss: Callable[..., Any]) -> Pip
     if case.face.startswith("trace"):
         given = trace(model, Arguments.of(batch(case, 0)[0]), case.stages)
     else:
-        options["balance"] = balance(case, len(model))
+        options["balance"] = balance(case.cuts, len(model))
         given = list(model) if "list" in case.options else model
     return Pipeline(given, [f"cpu:{k}" for k in range(case.devices)], **options)
 
@@ -168,7 +169,7 @@ def _schedule(case: Case) -> Any:
 
 
 def _drop_in(case: Case, model: nn.Sequential) -> nn.Module:
-    parts = balance(case, len(model))
+    parts = balance(case.cuts, len(model))
     options = {"deferred_batch_norm": "deferred batch norm" in case.options}
     if case.face == "gpipe":
         devices = ["cpu"] * case.stages

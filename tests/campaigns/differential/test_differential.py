@@ -10,9 +10,11 @@ import torch
 from asyncpipe.ops.execute import compute
 from asyncpipe.ops.model import buffers, microbatch, output_watch
 from asyncpipe.pipeline import step_inputs
-from tests.campaigns.differential.campaign import report, run_campaign
-from tests.campaigns.differential.cases import Case, Item, build, draw
+from tests.campaigns.differential.campaign import CAMPAIGN
+from tests.campaigns.differential.cases import Case, build, draw
 from tests.campaigns.differential.judge import judge
+from tests.campaigns.harness import in_short
+from tests.campaigns.models.items import Item
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Pieces that torch has deprecated are what the campaign is for.
 
@@ -35,11 +37,10 @@ SIMPLE = Case(
 
 @pytest.mark.timeout(240)
 def test_random_models_are_right_or_refused():
-    told: list[str] = []
-    campaign = run_campaign(7, 14, minutes=3, processes=2, deadline=60, tell=told.append)
-    assert not campaign.findings, report(campaign)
-    assert campaign.outcomes["right"] > 7, report(campaign)
-    assert sum(campaign.outcomes.values()) == 14
+    report = in_short(CAMPAIGN, seed=7, cases=14)
+    assert not report.findings, report
+    assert report.counts["outcome"]["right"] > 7, report
+    assert report.counts["outcome"].total() == 14
 
 
 def test_a_case_is_the_same_whenever_it_is_drawn():

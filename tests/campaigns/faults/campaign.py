@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +29,13 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.errors import AsyncpipeError, HungTaskError, TaskError
 from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.runtime.watchdog import Watchdog
+from tests.campaigns.harness import Campaign, Verdict
 
-__all__ = ["TROUBLES", "Case", "draw", "run_campaign", "run_case"]
+__all__ = ["CAMPAIGN", "Case", "run_case"]
 
 SECONDS = 60.0
+TOGETHER = 25
+"""Cases of one process."""
 _mse = nn.functional.mse_loss
 
 TROUBLES = ("error", "exit", "interrupt", "two errors", "cancel", "late cancel", "close", "hang", "hook")
@@ -254,14 +257,18 @@ def run_case(case: Case) -> str:
     return outcome
 
 
-def run_campaign(seed: int, cases: int, tell: Callable[[str], object] = print) -> Counter[str]:
-    """Run ``cases`` cases; returns how many ended how, by trouble."""
-    counts: Counter[str] = Counter()
-    for number in range(cases):
-        case = draw(seed * 1_000_003 + number)
+def _judged(seeds: Sequence[int]) -> Iterator[Verdict]:
+    for seed in seeds:
+        case = draw(seed)
         try:
-            counts[f"{case.trouble}: {run_case(case)}"] += 1
-        except BaseException as error:
-            tell(f"{case}: {error!r}")
-            raise
-    return counts
+            yield Verdict("right", label=f"{case.trouble}: {run_case(case)}")
+        except BaseException:  # noqa: BLE001 - the finding
+            yield Verdict("wrong", f"{case}\n{traceback.format_exc()}")
+
+
+CAMPAIGN = Campaign(
+    "faults",
+    lambda run: run.judge(run.chunks(TOGETHER), _judged, SECONDS * 2),
+    {"cases": 200, "case": -1, "here": False, "processes": 1},
+    draw,
+)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from asyncpipe.ops.execute import compute
-from tests.campaigns.faults.campaign import Case, run_campaign, run_case
+from tests.campaigns.faults.campaign import CAMPAIGN, Case, run_case
+from tests.campaigns.harness import in_short
 
 
 def test_steps_after_random_faults_are_right(no_leaks):
-    counts = run_campaign(7, 24)
-    assert sum(counts.values()) == 24
+    report = in_short(CAMPAIGN, seed=7, cases=24, here=True)
+    counts = report.counts["outcome"]
+    assert not report.findings, report
+    assert counts.total() == 24
     assert sum(count for what, count in counts.items() if not what.endswith("right")) > 12
 
 

@@ -7,14 +7,12 @@ that are killed are started anew by the next case, the others live through many.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,8 +29,10 @@ from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.testing import shape_edges
 from tests.campaigns.hangs.cases import KINDS, MAPPING, Expected, Layout, draw_layout, draw_plant
 from tests.campaigns.hangs.planted import ENTRY, Plant
+from tests.campaigns.harness import Campaign, Run, Verdict
+from tests.campaigns.models.layers import TiedOut
 
-__all__ = ["Figures", "Lane", "lane", "run_campaign"]
+__all__ = ["CAMPAIGN", "Lane", "lane"]
 
 FLOOR = 3.0
 """Seconds after which the watchdog may take something for hung."""
@@ -45,23 +45,6 @@ MOST_STEPS = 4
 WIDTH = 6
 
 
-@dataclass
-class Figures:
-    """What was seen."""
-
-    right: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By kind: from the hang to the error."""
-
-    def __str__(self) -> str:
-        lines = []
-        for kind, seconds in sorted(self.seconds.items()):
-            mean, most = sum(seconds) / len(seconds), max(seconds)
-            lines.append(f"{self.right[kind]:4} {kind}: named rightly, {mean:.1f} s to the error, {most:.1f} s at most")
-        return "\n".join([*lines, f"{sum(self.right.values())} named rightly, {len(self.wrong)} not", *self.wrong])
-
-
 class _Records:
     """An observer that knows the graph of the steps."""
 
@@ -72,23 +55,12 @@ class _Records:
         self.graph = record.graph
 
 
-class _Last(nn.Module):
-    """The first layer's weight once more."""
-
-    def __init__(self, first: nn.Linear) -> None:
-        super().__init__()
-        self.weight = first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
 def _pipeline(layout: Layout, pool: DevicePool, records: _Records) -> Pipeline:
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, WIDTH)
     stages: list[nn.Module] = [first, *(nn.Linear(WIDTH, WIDTH) for _ in range(layout.stages - 1))]
     if layout.has_tie:
-        stages[-1] = _Last(first)
+        stages[-1] = TiedOut(first.weight)
     return Pipeline(
         nn.Sequential(*(nn.Sequential(stage, nn.Tanh()) for stage in stages)),
         list(layout.devices),
@@ -107,12 +79,11 @@ def _pipeline(layout: Layout, pool: DevicePool, records: _Records) -> Pipeline:
 class Lane:
     """Runs cases one after the other. ``lane`` makes one."""
 
-    def __init__(self, pool: DevicePool, folder: Path, tell: Callable[[str], object]) -> None:
+    def __init__(self, pool: DevicePool, folder: Path) -> None:
         self._pool = pool
         self._note = folder / "note"
-        self._tell = tell
 
-    async def run(self, kind: str, seed: int, figures: Figures, workers: int | None = None) -> None:
+    async def run(self, seed: int, kind: str, run: Run, workers: int | None = None) -> None:
         """One case, over so many workers."""
         chance = random.Random(seed)
         layout = draw_layout(chance, workers)
@@ -121,14 +92,13 @@ class Lane:
                 expected, said, seconds = await self._hang(kind, chance, layout)
         except Exception as error:  # noqa: BLE001 - the finding
             expected, said, seconds = None, error, 0.0
-        about = f"{kind} {seed}, {layout}: expected {expected}"
+        about = f"{kind}, {layout}: expected {expected}"
         if isinstance(said, HangError) and expected is not None and _is_right(said, expected):
-            figures.right[kind] += 1
-            figures.seconds.setdefault(kind, []).append(seconds)
-            self._tell(f"{kind} {seed} on {layout.schedule}, after {seconds:.1f} s: {said.story}")
+            run.report.seconds[f"from a hang by {kind} to its error"].append(seconds)
+            run.add(seed, Verdict("right", label=f"{kind}: named rightly"))
         else:
-            figures.wrong.append(f"{about}: {type(said).__name__}: {said}")
-            self._tell(f"WRONG {about}: {type(said).__name__}: {said.story if isinstance(said, HangError) else said}")
+            story = said.story if isinstance(said, HangError) else said
+            run.add(seed, Verdict("wrong", f"{type(said).__name__}: {story}\n{about}"))
 
     async def _hang(
         self, kind: str, chance: random.Random, layout: Layout
@@ -190,26 +160,25 @@ def _is_right(said: HangError, expected: Expected) -> bool:
 
 
 @asynccontextmanager
-async def lane(tell: Callable[[str], object], *, is_shaped: bool = False, floor: float = FLOOR) -> AsyncIterator[Lane]:
+async def lane(*, is_shaped: bool = False, floor: float = FLOOR) -> AsyncIterator[Lane]:
     """A lane with its pool. Where edges are shaped, devices take no messages themselves."""
     with patch.object(workers, "ENTRY", ENTRY), tempfile.TemporaryDirectory() as folder:
         pool = DevicePool(workers=MAPPING)
         if is_shaped:
             shape_edges(pool)
         async with pool, Watchdog(pool.driver, floor=floor):
-            yield Lane(pool, Path(folder), tell)
+            yield Lane(pool, Path(folder))
 
 
-async def run_campaign(seed: int, cases: Iterable[int], lanes: int, tell: Callable[[str], object]) -> Figures:
-    """What comes of these cases of the campaign of ``seed``, as many at a time as there are lanes."""
-    torch.set_num_threads(1)
-    logging.getLogger("asyncpipe").setLevel(logging.CRITICAL)
-    figures, rest = Figures(), iter(cases)
+async def _run(run: Run) -> None:
+    rest = run.seeds()
 
     async def work(number: int) -> None:
-        async with lane(tell, is_shaped=bool(number % 2)) as mine:
-            for case in rest:
-                await mine.run(KINDS[case % len(KINDS)], seed * 1_000_000 + case, figures)
+        async with lane(is_shaped=bool(number % 2)) as mine:
+            for seed in rest:
+                await mine.run(seed, KINDS[seed % len(KINDS)], run)
 
-    await asyncio.gather(*(work(number) for number in range(lanes)))
-    return figures
+    await asyncio.gather(*(work(number) for number in range(run.options.lanes)))
+
+
+CAMPAIGN = Campaign("hangs", _run, {"cases": 200, "case": -1, "lanes": (4, "how many cases run side by side")})

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.campaigns.hangs.campaign import Figures, lane
+from tests.campaigns.hangs.campaign import Lane, lane
+from tests.campaigns.harness import Campaign, Run, in_short
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_temporary_files")]
 
 FLOOR = 2.0
 
 
-async def test_hangs_are_named():
-    torch.manual_seed(0)
-    figures = Figures()
-    async with lane(lambda _: None, floor=FLOOR) as mine:
+def test_hangs_are_named():
+    report = in_short(Campaign("hangs in short", run_two))
+    assert not report.findings, report
+    assert report.counts["outcome"] == {"link: named rightly": 1, "sleep: named rightly": 1}
+
+
+async def run_two(run: Run) -> None:
+    mine: Lane
+    async with lane(floor=FLOOR) as mine:
         # The first one kills nobody, so that the second one has its workers.
-        await mine.run("link", 3, figures, workers=2)
-        await mine.run("sleep", 3, figures, workers=2)
-    assert not figures.wrong
-    assert figures.right == {"link": 1, "sleep": 1}
+        await mine.run(3, "link", run, workers=2)
+        await mine.run(3, "sleep", run, workers=2)

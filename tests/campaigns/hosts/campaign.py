@@ -15,14 +15,13 @@ import asyncio
 import os
 import random
 import signal
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -40,8 +39,9 @@ from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 from tests.campaigns.crashes.strikes import HELD, Armed, Strike, Struck
+from tests.campaigns.harness import Campaign, Run
 
-__all__ = ["DEEDS", "HOSTS", "KINDS", "Campaign", "Figures", "Round", "all_rounds"]
+__all__ = ["CAMPAIGN", "HOSTS", "Round", "Rounds"]
 
 HOSTS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 KINDS = "FRBWCU"
@@ -96,51 +96,27 @@ def all_rounds(chance: random.Random, deeds: Sequence[str], instants: int, sched
     return sorted(rounds, key=lambda each: not each.is_off)
 
 
-@dataclass
-class Figures:
-    """What was seen: seconds from the loss to the end of the first step behind it."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    ways: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: Figures) -> None:
-        """Take in those of another part."""
-        for name, seconds in other.seconds.items():
-            self.seconds.setdefault(name, []).extend(seconds)
-        self.ways += other.ways
-
-    def __str__(self) -> str:
-        lines = [
-            f"{len(seconds):5}  {name:42} {median(seconds):7.2f} s, at most {max(seconds):7.2f} s"
-            for name, seconds in sorted(self.seconds.items())
-        ]
-        return "\n".join([*lines, *(f"{count:5}  {way}" for way, count in sorted(self.ways.items()))])
-
-
-class Campaign(ProgressSink):
+class Rounds(ProgressSink):
     """One job and its rounds. It hears what the job does, and strikes."""
 
     def __init__(
         self,
+        run: Run,
         rounds: Sequence[Round],
         folder: Path,
         *,
         hosts: Sequence[str] = HOSTS,
         schedule: str = "1f1b",
         draws: bool = False,
-        deadline: float = float("inf"),
         latest: float = LATEST,
-        tell: Callable[[str], object] = print,
     ) -> None:
-        """The model ``draws`` if it is to be moved and not split anew. After ``deadline`` no round begins."""
-        self.figures = Figures()
+        """The model ``draws`` if it is to be moved and not split anew."""
+        self._under = run
         self._rounds = list(rounds)
         self._folder = folder
         self._names = tuple(hosts)
         self._draws = draws
         self._schedule = schedule
-        self._deadline = deadline
-        self._tell = tell
         self._latest = latest
         self._hosts = Hosts()
         self._note = folder / "note"
@@ -167,8 +143,8 @@ class Campaign(ProgressSink):
                 finally:
                     await self._end_doing()
         assert self._round is None, f"nothing came of {self._round}"
-        assert not self._rounds or time.monotonic() > self._deadline, f"{len(self._rounds)} rounds were not done"
-        self._tell(f"{summary.steps} steps; the same on threads …")
+        assert not self._rounds or not self._under.has_time, f"{len(self._rounds)} rounds were not done"
+        self._under.tell(f"{summary.steps} steps; the same on threads …")
         alone = _Heard()
         made = TrainingRun(self._job("alone"), lambda: self._workload(summary.steps), progress=alone)
         there = await made.run()
@@ -216,7 +192,7 @@ class Campaign(ProgressSink):
         return Workload(nn.Sequential(*layers).double(), nn.functional.mse_loss, batches, memoryless=steps is None)
 
     def _next_round(self) -> None:
-        self._round = self._rounds.pop(0) if self._rounds and time.monotonic() < self._deadline else None
+        self._round = self._rounds.pop(0) if self._rounds and self._under.has_time else None
         self._struck, self._is_anew, self._steps_behind, self._way = None, False, 0, "started again"
         self._note.unlink(missing_ok=True)
 
@@ -277,9 +253,9 @@ class Campaign(ProgressSink):
             os.kill(workers.up[what.host].pid, signal.SIGKILL if what.deed == "kill" else signal.SIGSTOP)
 
     def _judge(self, what: Round, seconds: float) -> None:
-        self.figures.seconds.setdefault(what.name, []).append(seconds)
-        self.figures.ways[self._way] += 1
-        self._tell(f"{what.deed} {what.kind or 'from outside'} of {what.host}: {self._way} after {seconds:.2f} s")
+        self._under.report.seconds[f"{what.name}: to the end of the first step behind it"].append(seconds)
+        self._under.report.counts["way to go on"][self._way] += 1
+        self._under.tell(f"{what.deed} {what.kind or 'from outside'} of {what.host}: {self._way} after {seconds:.2f} s")
         # A worker that is stopped between two steps is known to be gone only after its silence.
         latest = self._latest + (START if not what.is_off else 0.0) + (SILENT if what.deed in ("stop", "hole") else 0.0)
         assert seconds < latest, f"{what}: the next step was done after {seconds:.1f} s"
@@ -323,3 +299,27 @@ class _Heard(ProgressSink):
 def _edges_of(host: str, hosts: Sequence[str], state: EdgeState) -> dict[tuple[str, str], EdgeShape]:
     others = [other for other in hosts if other != host]
     return {pair: EdgeShape(state=state) for other in others for pair in ((host, other), (other, host))}
+
+
+async def _run(run: Run) -> None:
+    """Models that are split anew and that are moved; backwards whole and split in two halves."""
+    options, deeds = run.options, run.options.deeds.split(",")
+    for model, schedule in product(("split", "moved"), ("1f1b", "zb-h1")):
+        rounds = all_rounds(random.Random(run.options.seed), deeds, options.instants // 4, schedule)
+        if schedule in options.schedules.split(",") and model in options.models.split(",") and run.has_time:
+            (own := Path(tempfile.mkdtemp(), f"{schedule}-{model}")).mkdir()
+            await Rounds(run, rounds, own, schedule=schedule, draws=model == "moved", latest=options.latest).run()
+
+
+CAMPAIGN = Campaign(
+    "hosts",
+    _run,
+    {
+        "minutes": 60.0,
+        "instants": (100, "losses at random instants"),
+        "deeds": (",".join(DEEDS), "how hosts are lost"),
+        "models": ("split,moved", "the model that is split anew, and the one that draws"),
+        "schedules": ("1f1b,zb-h1", "which schedules"),
+        "latest": (LATEST, "seconds to the first step behind a loss"),
+    },
+)

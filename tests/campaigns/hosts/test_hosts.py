@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.campaigns.hosts.campaign import HOSTS, Campaign, Round
+from tests.campaigns.harness import Campaign, Run
+from tests.campaigns.hosts.campaign import HOSTS, Round, Rounds
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_temporary_files")]
 
 
 async def test_a_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_in_again(tmp_path):
-    campaign = Campaign([Round("cut", "cpu:1", "B", 1)], tmp_path, hosts=HOSTS[:3], tell=lambda _: None, latest=60.0)
-    await campaign.run()
-    assert campaign.figures.ways == {"split anew": 1}
+    run = Run(Campaign("hosts in short", print), lambda _: None)
+    await Rounds(run, [Round("cut", "cpu:1", "B", 1)], tmp_path, hosts=HOSTS[:3], latest=60.0).run()
+    assert run.report.counts["way to go on"] == {"split anew": 1}

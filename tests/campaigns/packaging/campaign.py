@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
 import zipfile
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 
-__all__ = ["ROOT", "Built", "build", "check_files", "check_metadata", "installed", "package_files", "smoke"]
+from tests.campaigns.harness import Campaign, Run
+
+__all__ = ["CAMPAIGN", "PROJECT", "ROOT", "package_files"]
 
 ROOT = Path(__file__).parents[3]
 EXTRAS = ("cli", "service")
@@ -128,3 +131,30 @@ def _run(python: Path, *arguments: str, cwd: Path | None = None) -> str:
     """What a command prints; its errors are shown."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_"))}
     return subprocess.run([python, *arguments], check=True, stdout=-1, text=True, cwd=cwd, env=environment).stdout
+
+
+def _work(run: Run) -> None:
+    """Build, check, install, use."""
+    options, folder = run.options, Path(tempfile.mkdtemp())
+    built = build(folder)
+    check_files(built)
+    check_metadata(built.metadata())
+    run.tell(f"{built.sdist.name} and {built.wheel.name}: {len(built.in_sdist())} and {len(built.in_wheel())} files")
+    if options.dist:
+        Path(options.dist).mkdir(parents=True, exist_ok=True)
+        for file in (built.sdist, built.wheel):
+            Path(options.dist, file.name).write_bytes(file.read_bytes())
+    environment = Path(options.environment) if options.environment else folder / "environment"
+    python, version = installed(environment, options.torch)
+    run.tell(smoke(python, built.wheel, folder / "empty", version))
+
+
+CAMPAIGN = Campaign(
+    "packaging",
+    _work,
+    {
+        "torch": ("torch", "the requirement of the other torch; by default the newest"),
+        "environment": ("", "make, or use again, this environment"),
+        "dist": ("", "keep what is built in this folder, which is empty"),
+    },
+)

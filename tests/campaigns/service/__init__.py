@@ -2,7 +2,7 @@
 
 ::
 
-    __main__.py   runs rows by name and prints a table of what each showed
+    campaign.py   runs rows by name
     NAME.py       ``run(folder)`` makes it happen to a real ``asyncpipe serve`` and returns rows
 
 A row names what was done, the figure that was seen, and whether the service held. ``folder`` is empty, and the row's

@@ -14,31 +14,32 @@ from killing import make_folder
 
 from asyncpipe.service.client import JobClient
 
-__all__ = ["held_by", "job", "make_odd_folder", "tree", "wait_for"]
+__all__ = ["ODD", "held_by", "job", "make_odd_folder", "tree", "wait_for"]
 
 SECONDS = 300.0
+ODD = "isolation_entries"
 SHAPE = {"width": 16, "blocks": 4, "heads": 2, "context": 16, "dropout": 0.1, "sample_length": 2}
 
 
 def make_odd_folder(folder: Path) -> Path:
     """``folder``, with a service that has the example's entry and the odd ones, and three attempts for each job."""
     make_folder(folder)
-    shutil.copy(Path(__file__).with_name("_odd_entries.py"), folder / "code" / "odd.py")
-    (folder / "stuck").mkdir()
+    for name in ("isolation_entries", "resume_helpers"):
+        shutil.copy(Path(__file__).parents[2] / "support" / f"{name}.py", folder / "code")
     settings = folder / "service.toml"
     names = ("greedy", "stuck_loader", "holds_the_gil", "never_returns")
-    odd = "".join(f'[entries."odd:{name}"]\n' for name in names)
+    odd = "".join(f'[entries."{ODD}:{name}"]\n' for name in names)
     text = settings.read_text(encoding="utf-8").replace("max_attempts = 1000000\n", "")
     settings.write_text(text + odd, encoding="utf-8")
     return folder
 
 
-def job(entry: str, steps: int, *, every: int = 10) -> dict[str, Any]:
-    """A submission of ``entry``."""
+def job(entry: str, steps: int, *, every: int = 10, folder: Path | None = None) -> dict[str, Any]:
+    """A submission of ``entry``, which says in ``folder``, one in the service's, that it is at it."""
     pipeline = {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, "schedule": "1f1b"}
     training = {"steps": steps, "batch_size": 8, "learning_rate": 3e-3, "seed": 0}
-    parameters = {"parameters": SHAPE} if entry == "charlm:build" else {}
-    tables = {"pipeline": pipeline, "training": training, "snapshots": {"every": every}, **parameters}
+    parameters = SHAPE if entry == "charlm:build" else {} if folder is None else {"folder": str(folder)}
+    tables = {"pipeline": pipeline, "training": training, "snapshots": {"every": every}, "parameters": parameters}
     return {"name": entry.partition(":")[2], "entry": entry, **tables}
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+from killing import serving
+from preloaded import Program
 
 from asyncpipe.service.client import JobClient
 
@@ -28,10 +27,22 @@ JOB: dict[str, Any] = {
 }
 
 
+SETTINGS = f"""
+folder = "service"
+entry_path = "{CHARLM}"
+port = 0
+metrics_port = "none"
+devices = ["cpu:0", "cpu:1"]
+token_file = "token"
+log_level = "warning"
+[entries."charlm:build"]
+"""
+
+
 class RealService(NamedTuple):
     """A running service."""
 
-    process: subprocess.Popen[str]
+    process: Program
     url: str
 
     @property
@@ -47,42 +58,13 @@ class RealService(NamedTuple):
 @contextmanager
 def serve(folder: Path, *options: str) -> Iterator[RealService]:
     """``asyncpipe serve`` with a token; ended at the end of the block."""
-    token = folder / "token"
-    token.write_text(TOKEN)
+    (folder / "service.toml").write_text(SETTINGS)
+    (token := folder / "token").write_text(TOKEN)
     token.chmod(0o600)
-    main = "import sys; from asyncpipe.cli import main; sys.exit(main())"
-    where = [
-        "--folder",
-        "service",
-        "--entries",
-        "charlm:build",
-        "--entry-path",
-        str(CHARLM),
-        "--devices",
-        "cpu:0,cpu:1",
-    ]
-    more = ["--port", "0", "--metrics-port", "none", "--token-file", "token", "--log-level", "warning", *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCPIPE_")}
-    with (
-        (folder / "stderr").open("w") as err,
-        subprocess.Popen(
-            [sys.executable, "-c", main, "serve", *where, *more],
-            cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=err, text=True,
-        ) as process,
-    ):  # fmt: skip
-        try:
-            assert process.stdout is not None
-            lines: list[str] = []
-            while not lines or not lines[-1].startswith("ready: "):
-                lines.append(process.stdout.readline())
-                assert lines[-1], (folder / "stderr").read_text() or lines
-            (url,) = (found[1] for found in map(re.compile("service: (.*)").match, lines) if found)
-            yield RealService(process, url)
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(60)
-            process.kill()
+    with serving(folder, *options) as served:
+        served.line("ready: ")
+        assert served.url is not None
+        yield RealService(served.process, served.url)
 
 
 def ask(place: tuple[str, int], path: str, token: str | None = None) -> tuple[int | None, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections import Counter
 from contextlib import suppress
 from http.client import HTTPConnection
@@ -19,7 +18,6 @@ __all__ = ["run"]
 
 def run(folder: Path) -> list[Row]:
     """One row for requests, one for what is hardly HTTP."""
-    sys.path.append(str(Path(__file__).parents[2] / "support"))
     from tests.service.http import test_attacks as tables
 
     theirs = tables.TOKEN

@@ -16,7 +16,7 @@ from asyncpipe.service.job_states import JobState
 from asyncpipe.service.store.database import STORE
 from asyncpipe.service.store.job_store import JobStore
 from tests.campaigns.service import Row
-from tests.campaigns.service._processes import held_by, job, make_odd_folder, wait_for
+from tests.campaigns.service._processes import ODD, held_by, job, make_odd_folder, wait_for
 
 __all__ = ["fill", "run"]
 
@@ -24,7 +24,7 @@ ENDED, QUEUED = 50_000, 5_000
 SUBMITTED = 200
 SUBMIT_SECONDS, LIST_SECONDS, FIND_SECONDS, START_SECONDS = 0.020, 0.250, 0.500, 20.0
 MEMORY = 1.0e9
-STUCK = "odd:stuck_loader"
+STUCK = f"{ODD}:stuck_loader"
 AT_ONCE = 100
 """Jobs that share a commit."""
 
@@ -37,7 +37,7 @@ async def fill(path: Path, ended: int, queued: int) -> None:
         async def add(number: int) -> None:
             entry = STUCK if number == ended else "charlm:build"
             tags = [f"week={number // 1000}", "night"]
-            record, _ = await store.add({**job(entry, 5), "name": f"job {number}", "tags": tags})
+            record, _ = await store.add({**job(entry, 5, folder=Path()), "name": f"job {number}", "tags": tags})
             if number < ended:
                 await store.transition(record.id, JobState.RUNNING, "it is its turn")
                 to = chance.choices((JobState.FINISHED, JobState.FAILED, JobState.CANCELLED), (8, 1, 1))[0]
@@ -71,13 +71,14 @@ def run(folder: Path) -> list[Row]:
 def _measured(folder: Path) -> dict[str, float]:
     """Seconds of each request, and bytes."""
     begun = time.monotonic()
-    with serving(folder, "--max-queued", "9000", "--max-running", "1", "--isolation", "process") as served:
+    options = ("--max-queued", "9000", "--max-running", "1", "--isolation", "process")
+    with serving(folder, *options, is_fresh=True) as served:
         client = served.client()
         client.entries()
         found = {"start": time.monotonic() - begun}
         # Whoever is first waits for ever: nobody behind it begins, and nobody's steps disturb the figures.
         first = next(client.list(["queued", "running"], oldest_first=True, limit=1), None)
-        wait_for(client, (first or client.submit(job(STUCK, 5)))["id"], "running")
+        wait_for(client, (first or client.submit(job(STUCK, 5, folder=Path())))["id"], "running")
         waiting = [
             _seconds(lambda: client.submit({**job("charlm:build", 5), "name": "more"})) for _ in range(SUBMITTED)
         ]

@@ -19,7 +19,7 @@ from killing import Served, curve, poll, same, serving
 
 from asyncpipe.service.client import JobClient, UnreachableError
 from tests.campaigns.service import Row
-from tests.campaigns.service._processes import SECONDS, held_by, job, make_odd_folder, tree
+from tests.campaigns.service._processes import ODD, SECONDS, held_by, job, make_odd_folder, tree
 
 __all__ = ["run"]
 
@@ -51,7 +51,7 @@ class _Container:
 
     def _supervise(self) -> None:
         while not self._is_over.is_set():
-            with serving(self.folder, *self._options) as served:
+            with serving(self.folder, *self._options, is_fresh=True) as served:
                 self.served = served
                 while served.process.poll() is None and not self._is_over.wait(0.02):
                     pass
@@ -108,7 +108,7 @@ def run(folder: Path) -> list[Row]:
 def _beside(what: str, folder: Path, reference: tuple[Path, str], steps: int, *options: str) -> Row:
     with _Container(make_odd_folder(folder), *options) as container:
         innocent = container.ask(lambda client: client.submit(job("charlm:build", steps), "innocent"))["id"]
-        greedy = container.ask(lambda client: client.submit(job("odd:greedy", 10**6, every=10**6), "greedy"))["id"]
+        greedy = container.ask(lambda client: client.submit(job(f"{ODD}:greedy", 10**6, every=10**6), "greedy"))["id"]
         bad, good = container.end_of(greedy), container.end_of(innocent)
     bits = good["state"] == "finished" and curve(folder / "state", innocent) == curve(*reference)
     if bits:
@@ -124,7 +124,7 @@ def _beside(what: str, folder: Path, reference: tuple[Path, str], steps: int, *o
 def _limited(folder: Path) -> Row:
     with _serving_limited(folder) as client:
         # Without a snapshot: one that gets on between two failures is tried again as long as it does.
-        greedy = client.submit(job("odd:greedy", 10**6, every=10**6))["id"]
+        greedy = client.submit(job(f"{ODD}:greedy", 10**6, every=10**6))["id"]
         innocent = client.submit(job("charlm:build", 30))["id"]
         bad, good = client.wait(greedy, SECONDS), client.wait(innocent, SECONDS)
     held = bad["state"] in ("failed", "quarantined") and "memory" in bad["cause"] and good["state"] == "finished"
@@ -136,5 +136,5 @@ def _limited(folder: Path) -> Row:
 @contextmanager
 def _serving_limited(folder: Path) -> Iterator[JobClient]:
     options = ("--isolation", "process", "--job-memory", "1.2GB")
-    with serving(make_odd_folder(folder), *options) as served:
+    with serving(make_odd_folder(folder), *options, is_fresh=True) as served:
         yield served.client()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from killing import poll, serving
 
 from asyncpipe.service.client import JobClient
 from tests.campaigns.service import Row
-from tests.campaigns.service._processes import job, make_odd_folder, wait_for
+from tests.campaigns.service._processes import ODD, job, make_odd_folder, wait_for
 
 __all__ = ["run"]
 
@@ -23,14 +24,14 @@ def run(folder: Path) -> list[Row]:
     with serving(make_odd_folder(folder / "stuck"), "--isolation", "process") as served:
         client = served.client()
         return [
-            _stuck(folder / "stuck", client, "four loaders that wait for ever", ["odd:stuck_loader"] * 4),
-            _stuck(folder / "stuck", client, "a regular expression that holds the GIL for ever", ["odd:holds_the_gil"]),
-            _stuck(folder / "stuck", client, "a stage that never returns from C", ["odd:never_returns"]),
+            _stuck(folder / "stuck", client, "four loaders that wait for ever", ["stuck_loader"] * 4),
+            _stuck(folder / "stuck", client, "a regular expression that holds the GIL for ever", ["holds_the_gil"]),
+            _stuck(folder / "stuck", client, "a stage that never returns from C", ["never_returns"]),
             _stuck(
                 folder / "stuck",
                 client,
                 "one of each, beside a job that trains",
-                ["odd:holds_the_gil", "odd:never_returns"],
+                ["holds_the_gil", "never_returns"],
                 True,
             ),
         ]
@@ -38,10 +39,12 @@ def run(folder: Path) -> list[Row]:
 
 def _stuck(folder: Path, client: JobClient, what: str, entries: list[str], beside: bool = False) -> Row:
     good = client.submit(job("charlm:build", 400)) if beside else None
-    stuck = [client.submit(job(entry, 10))["id"] for entry in entries]
-    poll("all are stuck", lambda: len(list((folder / "stuck").iterdir())) == len(stuck))
-    for each in (folder / "stuck").iterdir():
-        each.unlink()
+    places = [Path(tempfile.mkdtemp(dir=folder)) for _ in entries]
+    stuck = [
+        client.submit(job(f"{ODD}:{entry}", 10, folder=Path(place.name)))["id"]
+        for entry, place in zip(entries, places, strict=True)
+    ]
+    poll("all are stuck", lambda: all(any(place.iterdir()) for place in places))
     step = client.show(good["id"])["step"] if good else 0
     behind = client.submit(job("charlm:build", 3))["id"]
     began = time.monotonic()

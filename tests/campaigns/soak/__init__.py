@@ -4,5 +4,5 @@
     workload.py   the jobs' model, with fault points
     samples.py    what is sampled of the process, and whether it grows
 
-``python -m tests.campaigns.soak --minutes 30`` runs it, ``test_soak.py`` its short form.
+``python -m tests.campaigns soak --minutes 30`` runs it, ``test_soak.py`` its short form.
 """

@@ -28,10 +28,11 @@ from asyncpipe.service.client.errors import ApiError
 from asyncpipe.service.http import serve_api
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.training_service import TrainingService
-from tests.campaigns.soak.samples import Trend, measure, trend
+from tests.campaigns.harness import Campaign, Run
+from tests.campaigns.soak.samples import measure, trend
 from tests.campaigns.soak.workload import ENTRY, FAULTS, KINDS
 
-__all__ = ["Soak"]
+__all__ = ["CAMPAIGN", "Soak"]
 
 DEVICES = ("cpu:0", "cpu:1")
 LONG = {"foreground": {}, "heavy": {"weight": 3.0}, "background": {"priority_class": "background"}}
@@ -45,26 +46,21 @@ LAST_SECONDS = 120.0
 
 
 class Soak:
-    """One soak of ``seconds``. ``run`` it; then ``problems``, ``trends`` and ``report`` say what was found."""
+    """``run`` it; then the report says what was found."""
 
     def __init__(
         self,
-        seconds: float,
+        run: Run,
         *,
-        seed: int = 1,
         sample_every: float = 10.0,
         fault_every: float = 2.0,
-        tell: Callable[[str], object] = print,
     ) -> None:
         self.samples: list[tuple[float, dict[str, float]]] = []
-        self.dealt: Counter[str] = Counter()
-        self.states: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
-        self.log: Counter[str] = Counter()
-        self.problems: list[str] = []
-        self._seconds, self._tell = seconds, tell
+        counts, self._problem = run.report.counts, run.report.find
+        self.dealt, self.states, self.refused, self.log = (counts[k] for k in ("fault", "jobs", "refused", "log"))
+        self._seconds, self._run = 60 * run.options.minutes, run
         self._sample_every, self._fault_every = sample_every, fault_every
-        self._random = Random(seed)
+        self._random = Random(run.options.seed)
         self._submitted = 0
         self._deck: list[str] = []
         self._paused: dict[str, float] = {}
@@ -87,7 +83,8 @@ class Soak:
                 self._check()
         left = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asyncpipe"))
         if left:
-            self.problems.append(f"threads outlived the service: {', '.join(left)}")
+            self._problem(f"threads outlived the service: {', '.join(left)}")
+        self._show_trends()
 
     # What is done again and again
 
@@ -115,16 +112,18 @@ class Soak:
             return request()
         except ApiError as error:
             if error.status != 409:
-                self.problems.append(f"{what}: {error}")
+                self._problem(f"{what}: {error}")
             self.refused[what] += 1
         except Exception as error:  # noqa: BLE001 - a part of the report
-            self.problems.append(f"{what}: {type(error).__name__}: {error}")
+            self._problem(f"{what}: {type(error).__name__}: {error}")
         return None
 
     def _sample(self, begun: float) -> None:
         held = measure()
         self.samples.append((time.monotonic() - begun, held))
-        self._tell(f"{self.samples[-1][0] / 60:.1f} minutes: " + ", ".join(f"{v:,.0f} {k}" for k, v in held.items()))
+        self._run.tell(
+            f"{self.samples[-1][0] / 60:.1f} minutes: " + ", ".join(f"{v:,.0f} {k}" for k, v in held.items())
+        )
 
     def _fill(self) -> None:
         """Submit the long jobs that have ended, and a small one if there are few; resume what has paused enough."""
@@ -156,7 +155,7 @@ class Soak:
         )
         first, second = self._client.submit(job, key), self._client.submit(job, key)
         if first["id"] != second["id"]:
-            self.problems.append(f"the key {key} made two jobs")
+            self._problem(f"the key {key} made two jobs")
         return first
 
     # Faults
@@ -213,7 +212,7 @@ class Soak:
             self._ask("cancel", lambda job=job: self._client.cancel(job["id"]))
         last = self._client.wait(self._submit("last", 10)["id"], LAST_SECONDS)
         if last["state"] != "finished":
-            self.problems.append(f"the last job, which met no faults, {last['state']}: {last['cause']}")
+            self._problem(f"the last job, which met no faults, {last['state']}: {last['cause']}")
 
     def _check(self) -> None:
         """Each finished job has every step once; at most the watchdog's share of hung tasks was given up."""
@@ -222,31 +221,18 @@ class Soak:
             if job["state"] == "finished":
                 steps = [row["step"] for row in self._client.losses(job["id"])]
                 if steps != list(range(1, self._client.show(job["id"])["document"]["training"]["steps"] + 1)):
-                    self.problems.append(f"the loss curve of {job['id']} lacks steps, or has some twice")
+                    self._problem(f"the loss curve of {job['id']} lacks steps, or has some twice")
 
-    @property
-    def trends(self) -> dict[str, Trend]:
+    def _show_trends(self) -> None:
         """How each sampled quantity developed."""
         times = [second for second, _ in self.samples]
-        names = self.samples[0][1] if self.samples else ()
-        return {name: trend(times, [held[name] for _, held in self.samples]) for name in names}
-
-    def report(self) -> str:
-        """What was found, in Markdown: problems first."""
-        lines = ["# Soak of a training service", ""]
-        lines += [f"- not in order: {text}" for text in self.problems] or ["- all in order"]
-        lines += ["", "| | first | last | per hour | verdict |", "|---|---|---|---|---|"]
-        for name, found in self.trends.items():
-            ends = f"{self.samples[0][1][name]:,.0f} | {self.samples[-1][1][name]:,.0f}"
-            lines.append(f"| {name} | {ends} | {found.slope:+,.1f} ± {2 * found.error:,.1f} | {found.verdict} |")
-        for title, counts in (
-            ("fault", self.dealt),
-            ("jobs", self.states),
-            ("refused", self.refused),
-            ("log", self.log),
-        ):
-            lines += ["", f"| {title} | times |", "|---|---|", *(f"| {k} | {v} |" for k, v in counts.most_common(30))]
-        return "\n".join([*lines, "", f"Faults taken by jobs: {dict(FAULTS.taken)}"])
+        lines = ["", "| | first | last | per hour | verdict |", "|---|---|---|---|---|"]
+        for name in self.samples[0][1] if self.samples else ():
+            values = [held[name] for _, held in self.samples]
+            found = trend(times, values)
+            slope = f"{found.slope:+,.1f} ± {2 * found.error:,.1f}"
+            lines.append(f"| {name} | {values[0]:,.0f} | {values[-1]:,.0f} | {slope} | {found.verdict} |")
+        self._run.report.tables += [*lines, "", f"Faults taken by jobs: {dict(FAULTS.taken)}"]
 
 
 @contextmanager
@@ -290,3 +276,6 @@ def _counted_log(counts: Counter[str]) -> Iterator[None]:
         yield
     finally:
         root.handlers[:] = before
+
+
+CAMPAIGN = Campaign("soak", lambda run: Soak(run).run(), is_quiet=False)

@@ -9,19 +9,21 @@ import torch
 
 pytest.importorskip("fastapi", reason="a service needs FastAPI: pip install -e '.[service]'")
 
+from tests.campaigns.harness import Run
 from tests.campaigns.soak.samples import measure, trend
-from tests.campaigns.soak.soak import Soak
+from tests.campaigns.soak.soak import CAMPAIGN, Soak
 
 
 @pytest.mark.timeout(120)
 def test_a_soak_finds_its_service_in_order():
-    soak = Soak(6, sample_every=1, fault_every=0.2, tell=lambda _: None)
+    run = Run(CAMPAIGN, lambda _: None, minutes=0.1)
+    soak = Soak(run, sample_every=1, fault_every=0.2)
     soak.run()
-    assert not soak.problems, soak.report()
+    assert not run.report.findings, run.report
     assert min(soak.dealt.values()) > 0
     assert soak.states["last: finished"] == 1
     assert len(soak.samples) >= 3
-    assert "- all in order" in soak.report()
+    assert "| memory (MiB) |" in str(run.report)
 
 
 @pytest.mark.parametrize(("growing", "verdict"), [(0.0, "no growth"), (-3.0, "no growth"), (3.0, "growth")])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from asyncpipe.core.schedules.protocol import OrderedSchedule, Schedule, Shape
 from asyncpipe.core.schedules.registry import BUILT_IN, find_schedule
 from asyncpipe.errors import ScheduleError
-from tests.campaigns.workers.layers import CHANGING, Piece, draw_pieces
+from tests.campaigns.models.items import CONTAINERS, Item, balance, count, draw_items, draw_plain, tags_of
+from tests.campaigns.models.pieces import KINDS, Piece
 from tests.campaigns.workers.schedules import RandomOrder, RandomRule
 
 __all__ = ["MAPPING", "WORKERS", "Case", "Plan", "Step", "draw"]
@@ -21,6 +22,9 @@ MAPPING = {f"cpu:{k}": WORKERS[k % len(WORKERS)] for k in range(2 * SLOTS * len(
 """The worker of each device of the pool that all cases share; a case has some of them."""
 
 VARUNA = "varuna_schedule:Varuna"
+SENT = [name for name in CONTAINERS if name not in ("opaque", "function")]
+"""What may be between stages."""
+BATCH_NORMS = {"vector": "BatchNorm1d", "sequence": "BatchNorm1d over time", "image": "BatchNorm2d"}
 SCHEDULES = (*sorted(BUILT_IN), VARUNA, "random rule", "random order", "random rule", "random order")
 
 
@@ -43,13 +47,13 @@ class Plan:
     schedule: str
     order: str
     balance: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    kind: str
+    items: tuple[Item, ...]
     microbatches: int
     checkpoint: str
-    carrier: str
     dtype: str
     length: int
-    """Of a sequence; 0 where a sample has none."""
+    """Of a sequence."""
     samples: int
     ready_made: bool
     """Whether the caller cuts: micro-batches of other sizes and lengths."""
@@ -75,12 +79,12 @@ class Plan:
     @property
     def changes_buffers(self) -> bool:
         """Whether a forward changes buffers."""
-        return self.deferred or any(piece.name in CHANGING for piece in self.pieces)
+        return self.deferred or "changes" in tags_of(self.kind, self.items)
 
     @property
     def has_ties(self) -> bool:
         """Whether a parameter is used at several places."""
-        return any(piece.name == "tied" for piece in self.pieces)
+        return any("tie" in each.name for item in self.items for each in item.walk())
 
     def find(self, name: str) -> Schedule:
         """The schedule of this name."""
@@ -113,8 +117,8 @@ def _find(name: str, shape: Shape, seed: int) -> Schedule:
 def draw(seed: int) -> Case:
     """The case of ``seed``."""
     chance = random.Random(seed)
-    count = 2 if chance.random() < 0.15 else 1
-    plans = tuple(_draw_plan(chance.randrange(2**31), chance, job=k + 1 if count > 1 else 0) for k in range(count))
+    jobs = (1, 2) if chance.random() < 0.15 else (0,)
+    plans = tuple(_draw_plan(chance.randrange(2**31), chance, job=job) for job in jobs)
     late = chance.choice([0, 0, 50, 300, 1500])
     return Case(seed, plans, late, chance.choice([1 << 12, 1 << 12, 256, 0]), chance.choice([1 << 18, 1 << 18, 512, 0]))
 
@@ -126,8 +130,8 @@ def _draw_plan(seed: int, chance: random.Random, job: int) -> Plan:
     shape = Shape(stages, microbatches, len(devices))
     hint = chance.random() < 0.2 and isinstance(_find(schedule, shape, seed), OrderedSchedule)
     ordered = not hint and isinstance(_find(schedule, shape, seed), OrderedSchedule)
-    length = chance.choice([0, 0, 0, 3, 3, 5, 5, 48])
-    samples = chance.choice([microbatches, 2 * microbatches, 2 * microbatches + 1, 3 * microbatches - 1])
+    kind = chance.choices(KINDS, (4, 4, 1))[0]
+    samples = chance.choice([2 * microbatches, 2 * microbatches + 1, 3 * microbatches])
     steps = _draw_steps(chance, overlaps=ordered)
     names = {step.schedule for step in steps if step.schedule}
     if any(not _suits(name, stages, microbatches, len(devices), seed, schedule) for name in names):
@@ -138,9 +142,13 @@ def _draw_plan(seed: int, chance: random.Random, job: int) -> Plan:
     )
     changing = not loose and not undone
     deferred = changing and chance.random() < 0.15
-    pieces = draw_pieces(chance, length=length, changing=changing, deferred=deferred, fails=undone, stages=stages)
-    several = any(piece.name in ("recurrent", "tied") for piece in pieces)
+    items = _draw_items(chance, kind, stages, loose=loose, changing=changing)
+    if undone:
+        items.append(Item("fails"))
+    if deferred:
+        items.insert(chance.randint(0, len(items)), Item(BATCH_NORMS[kind]))
     # torch's cache of casts is one for all threads, so what uses a weight several times adds up in another order.
+    several = "repeats" in tags_of(kind, items) or any("tie" in each.name for item in items for each in item.walk())
     autocast = not loose and not job and not several and chance.random() < 0.15
     # Adam makes a step of what is nearly nothing, so numbers that are close do not stay so.
     optimizers = ["sgd", "momentum"] + ([] if loose else ["nesterov foreach", "adam", "adam foreach", "adamw"])
@@ -151,13 +159,13 @@ def _draw_plan(seed: int, chance: random.Random, job: int) -> Plan:
         devices=tuple(f"cpu:{k + (SLOTS * len(WORKERS) if loose or job else 0)}" for k in devices),
         schedule=schedule,
         order="hint" if hint else "strict",
-        balance=_draw_balance(chance, len(pieces), stages),
-        pieces=pieces,
+        balance=tuple(balance([chance.random() for _ in range(stages - 1)], count(items))),
+        kind=kind,
+        items=tuple(items),
         microbatches=microbatches,
         checkpoint=chance.choice(["always", "except_last", "never"]),
-        carrier=chance.choice(["tensor", "tensor", "tuple", "dict", "dataclass", "aliases"]),
         dtype="float64" if loose or (chance.random() < 0.4 and not autocast) else "float32",
-        length=length,
+        length=chance.choice([3, 3, 5, 5, 48]),
         samples=samples,
         ready_made=chance.random() < 0.2,
         loss=chance.choice(["mse", "mse", "sum", "counted", "counted tensor", "module"]),
@@ -199,9 +207,20 @@ def _suits(name: str, stages: int, microbatches: int, devices: int, seed: int, l
     return list(found.placement(shape)) == list(_find(like, shape, seed).placement(shape))
 
 
-def _draw_balance(chance: random.Random, layers: int, stages: int) -> tuple[int, ...]:
-    cuts = sorted(chance.sample(range(1, layers), stages - 1))
-    return tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, layers], strict=True))
+def _draw_items(chance: random.Random, kind: str, stages: int, *, loose: bool, changing: bool) -> list[Item]:
+    """At least one layer a stage. Where gradients are added up as they come, so small differences must stay small."""
+    excluded = {"stays", "slow"} | ({"float"} if loose else set()) | (set() if changing else {"changes"})
+
+    def suits(piece: Piece) -> bool:
+        return not excluded & piece.tags
+
+    def plain() -> Item:
+        return Item(draw_plain(chance, kind, draws=chance.random() < 0.3, suits=suits))
+
+    items = draw_items(chance, plain, SENT)
+    while count(items) < stages:
+        items.append(plain())
+    return items
 
 
 def _draw_steps(chance: random.Random, *, overlaps: bool) -> tuple[Step, ...]:

@@ -21,24 +21,16 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.pipeline import workers
 from asyncpipe.runtime.workers.connection import WorkerConnection
+from tests.campaigns.harness import Verdict
 from tests.campaigns.workers.cases import MAPPING, WORKERS, Case, Plan
 from tests.campaigns.workers.disturbance import ENTRY, Disturb
 from tests.campaigns.workers.runs import Trace, run_plan
 
-__all__ = ["CLOSE", "Judge", "Verdict", "judging"]
+__all__ = ["Judge", "judging"]
 
 CLOSE = 1e-9
 """How far numbers may be apart, relative to 1, where threads themselves do not give the same bits again."""
 EXAMPLES = str(Path(__file__).parents[3] / "examples" / "custom_schedule")
-
-
-class Verdict(str):
-    """``"equal"``, ``"close"``, ``"refused: …"``, or what differs."""
-
-    @property
-    def is_finding(self) -> bool:
-        """Whether something is wrong."""
-        return not self.startswith(("equal", "close", "refused"))
 
 
 class Judge:
@@ -74,7 +66,7 @@ class Judge:
         if worst.is_finding and not breaks:
             again = await self._both(case, self._threads, cancelled)
             if any(_compared(*each).is_finding for each in zip(case.plans, here, again, strict=True)):
-                return Verdict(f"threads differ from themselves, and {worst}")
+                return Verdict("different", f"threads differ from themselves, and {worst.text}")
         return worst
 
     async def _both(
@@ -104,21 +96,21 @@ def _compared(plan: Plan, here: Trace | BaseException, remote: Trace | BaseExcep
             f"{type(each).__name__}: {each}" if isinstance(each, BaseException) else "ran" for each in (here, remote)
         ]
         if texts[0] == texts[1] and isinstance(here, AsyncpipeError):
-            return Verdict(f"refused: {texts[0]}")
-        return Verdict(f"on threads: {texts[0]}; in workers: {texts[1]}")
+            return Verdict("refused", texts[0])
+        return Verdict("different", f"on threads: {texts[0]}; in workers: {texts[1]}")
     errors = [value for _, value in here.seen + remote.seen if isinstance(value, str)]
     for (name, value), (other_name, other) in zip_longest(here.seen, remote.seen, fillvalue=("nothing", None)):
         if name != other_name:
-            return Verdict(f"{name} on threads, {other_name} in workers: {errors[:2]}")
+            return Verdict("different", f"{name} on threads, {other_name} in workers: {errors[:2]}")
         is_error = "error" in name
         if is_error and plan.changes_buffers:
-            return Verdict(f"refused: {value}")  # A step that fails may leave buffers changed, as it happens.
+            return Verdict("refused", str(value))  # A step that fails may leave buffers changed, as it happens.
         if is_error and not plan.is_exact:
             value, other = (re.sub(r"\d+", "N", text) for text in (value, other))  # Any micro-batch may be the first.
         if (difference := _difference(value, other, exact=plan.is_exact)) is not None:
-            return Verdict(f"{name}: {difference}")
+            return Verdict("different", f"{name}: {difference}")
         if is_error and "fail" not in name:
-            return Verdict(f"refused: {value}")  # Stages that were updated before stay updated, as it happens.
+            return Verdict("refused", str(value))  # Stages that were updated before stay updated, as it happens.
     return Verdict("equal" if plan.is_exact else "close")
 
 

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from asyncpipe import Batch, DevicePool, Microbatches, Pipeline, Share
 from asyncpipe.errors import AsyncpipeError
+from tests.campaigns.models import layers as own
+from tests.campaigns.models.items import layers_of
 from tests.campaigns.workers.cases import Plan, Step
-from tests.campaigns.workers.layers import WIDTH, build_model
 
 __all__ = ["Trace", "run_plan"]
 
@@ -80,8 +81,12 @@ class _Run:
         chance = torch.Generator().manual_seed(plan.seed % 100_003 + 1009 * step + number)
 
         def pair(samples: int, length: int) -> tuple[Tensor, Tensor]:
-            shape = (samples, length, WIDTH) if plan.length else (samples, WIDTH)
-            return self._drawn(shape, chance), self._drawn(shape, chance)
+            shape = {
+                "vector": (own.WIDTH,),
+                "sequence": (length, own.WIDTH),
+                "image": (own.CHANNELS, own.SIDE, own.SIDE),
+            }[plan.kind]
+            return self._drawn((samples, *shape), chance), self._drawn((samples, *shape), chance)
 
         if plan.ready_made:
             pairs = [pair(2 + (plan.seed + i) % 3, plan.length + (i + step) % 2) for i in range(plan.microbatches)]
@@ -104,7 +109,10 @@ class _Run:
 
     async def run(self, pool: DevicePool) -> Trace:
         plan = self.plan
-        model = build_model(plan.pieces, plan.carrier, plan.seed, self.dtype)
+        torch.manual_seed(plan.seed)
+        layers = [layer.module for item in plan.items for layer in layers_of(plan.kind, item)]
+        model = nn.Sequential(*layers)
+        model = model.double() if self.dtype is torch.float64 else model.float()
         schedule: Any = plan.find(plan.schedule)
         pipe = Pipeline(
             model,

@@ -9,9 +9,10 @@ from itertools import count, islice
 
 import pytest
 
+from tests.campaigns.harness import Verdict
+from tests.campaigns.models.items import Item
 from tests.campaigns.workers.cases import MAPPING, Case, Plan, Step, draw
 from tests.campaigns.workers.judge import Judge, judging
-from tests.campaigns.workers.layers import Piece
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -19,17 +20,18 @@ CASES = 12
 NAMES = "ab"
 DEADLINE = 60.0
 HANG_SECONDS = 1.0
+EQUAL = Verdict("equal")
 
 PLAN = Plan(
     seed=1,
     devices=("cpu:0", "cpu:1"),
     schedule="gpipe",
     order="strict",
-    balance=(3, 4),
-    pieces=tuple(map(Piece, ("linear", "tanh", "dropout", "linear", "tanh", "fails", "linear"))),
+    balance=(4, 5),
+    kind="vector",
+    items=(Item("pack tuple", tuple(map(Item, "Linear Tanh Dropout Linear Tanh fails Linear".split()))),),
     microbatches=4,
     checkpoint="never",
-    carrier="tuple",
     dtype="float32",
     length=0,
     samples=8,
@@ -45,7 +47,7 @@ PLAN = Plan(
 SKIPPING = replace(
     PLAN,
     schedule="interleaved",
-    pieces=(*map(Piece, ("linear", "down", "linear", "tanh", "linear")), Piece("up", 1), Piece("linear")),
+    items=(Item("Linear"), Item("stash", tuple(map(Item, ("Linear", "Tanh", "Linear")))), Item("Linear")),
     balance=(2, 1, 2, 2),
 )
 """What stage 0 sends to stage 3 is taken behind what it sends to stage 1, on the same edge."""
@@ -68,17 +70,17 @@ async def judge_all() -> None:
         for case in islice(filter(suits, map(draw, count())), CASES):
             verdict = await asyncio.wait_for(judge.judge(case), DEADLINE)
             assert not verdict.is_finding, f"{case}: {verdict}"
-            found[verdict.partition(":")[0]] += 1
+            found[verdict.outcome] += 1
         assert found["equal"] + found["close"] > CASES // 2
         case = Case(0, (PLAN,), 0)
-        assert await judge.judge(case) == "equal"
+        assert await judge.judge(case) == EQUAL
         swapped = await judge.judge(case, breaks="swap")
         assert swapped.is_finding, "rule (1): two messages swapped their tensors, and nothing came of it"
         failing = Case(0, (FAILING,), 3000)
-        assert await judge.judge(failing) == "equal"
+        assert await judge.judge(failing) == EQUAL
         assert await is_seen(judge, failing, "stale"), "rule (6): what came for an old step counted for a new one"
         skipping = Case(0, (SKIPPING,), 0)
-        assert await judge.judge(skipping) == "equal"
+        assert await judge.judge(skipping) == EQUAL
         assert await is_seen(judge, skipping, "wait"), "rule (3): an edge waited for a task, and nothing came of it"
 
 
