@@ -19,7 +19,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ from torch import nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import rollup_bytes, status_bytes, table, worker_pids
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
+from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
@@ -44,7 +44,7 @@ from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.pipeline.wire_messages import Pieces, StepWork
+from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions, StepWork
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded, StartPart
 from asyncpipe.runtime.parts_driver import PartsDriver
@@ -342,18 +342,12 @@ def _work(names: Sequence[str], microbatches: int, observed: bool) -> dict[str, 
     """What a step sends to each worker, as ``RemoteStages`` makes it: the first gets mini-batches, the last targets."""
     weights = [1.0 / microbatches] * microbatches
     plan = StepPlan(None, weights, None, 1, CheckpointMode.NEVER, False, True, True)
-    pieces, nothing, context = (
-        Pieces.of([*torch.ones(microbatches, 1).unbind()]),
-        Pieces.of(()),
-        CallerContext.capture(),
-    )
+    pieces = torch.ones(microbatches, 1).unbind()
+    takes = [{0: piece} for piece in pieces]
+    batch = CutInputs([1] * microbatches, True, takes, pieces, has_target=True, is_padded_unevenly=False)
+    inputs = StepInputs(StepOptions(), plan, True, CallerContext.capture(), batch)
     work = {}
-    for name in names:
-        takes = pieces if name == names[0] else nothing
-        targets = pieces if name == names[-1] else nothing
-        part = StepWork(
-            *(0, microbatches, Phase.STEP, True, plan, True, context, None),
-            *(takes, None, targets, False, observed, None),
-        )
-        work[name] = to_buffers(part, "the mini-batch")
+    for stage, name in enumerate(names):
+        own = replace(inputs, batch=batch.only([stage], len(names) - 1))
+        work[name] = to_buffers(StepWork(own, 0, None, False, observed), "the mini-batch")
     return work

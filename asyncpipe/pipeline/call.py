@@ -35,7 +35,7 @@ from asyncpipe.ops.torch_internals import version_of
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call_backward import CallBackward, RecordedCall
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.step import StepProtocol
+from asyncpipe.pipeline.step import StepHere
 from asyncpipe.pipeline.step_inputs import NO_TARGET, differing, loss_weights, target_of
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.inline import run_inline
@@ -89,7 +89,7 @@ def _call_inside_task(parts: PipelineParts, tenancy: Tenancy, arguments: Argumen
     return output
 
 
-class PreparedCall(StepProtocol[Any]):
+class PreparedCall(StepHere[Any]):
     """The arguments of a ``pipe(x)``, checked and cut, for its forward."""
 
     def __init__(self, parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> None:
@@ -132,12 +132,13 @@ class PreparedCall(StepProtocol[Any]):
 
     def run_inline(self) -> Any:
         """Run the forwards on the calling thread, inside the task that called."""
-        with self._begun():
+        with self._abandoned_on_error():
+            self._begin()
             with bare_thread():
-                run_inline(self._graph, self._binder.bind, self._binder.around)
+                run_inline(self.graph, self._binder.bind, self._binder.around)
             return self._finish(None)
 
-    def _begin(self) -> None:
+    def _begin(self, *, in_line: bool = False) -> None:
         self.parts.resources.ties.refresh()
         if not inside_task():
             # The tasks of an abandoned backward may wait for the one that called.
@@ -166,7 +167,7 @@ class PreparedCall(StepProtocol[Any]):
         forward = RecordedCall(
             self.parts,
             self.tenancy,
-            self.parts.graphs(self._graph.shape.microbatches, Phase.BACKWARD, self._plan.checkpoint, False),
+            self.parts.graphs(self.graph.shape.microbatches, Phase.BACKWARD, self._plan.checkpoint, False),
             self._plan,
             self._tensors,
             self._context,

@@ -45,6 +45,7 @@ from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.runtime.execution import Execution, Gates
 from asyncpipe.runtime.inline import run_inline
+from asyncpipe.runtime.line import Line
 from asyncpipe.runtime.portal import PortalCall
 from asyncpipe.runtime.task_threads import inside_task
 
@@ -74,7 +75,7 @@ class RecordedCall:
         binder = Binder(self.graph, self.plan, self.tensors, self.parts.resources, self.context)
         if inside_task():
             return _InlineBackward(self.graph, binder)
-        return self.tenancy.pool.submit(self.tenancy.step(self.graph, binder.bind, binder.around, binder.notes, gates))
+        return self.tenancy.start(self.graph, binder, Line(), gates)
 
     def abandon(self, execution: PortalCall[Execution] | _InlineBackward, thread: int | None) -> None:
         """End a backward whose result nobody will take, and undo what it did once its tasks have ended.

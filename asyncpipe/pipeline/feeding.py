@@ -75,8 +75,8 @@ class Feeding:
     def _prepared(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
         inputs = StepInputs.prepare(self.parts, x, target, options)
         if (stages := self._stages) is not None:
-            return RemoteStep(inputs, self._tenancy, stages)
-        return PreparedStep(inputs, self._tenancy)
+            return RemoteStep(self.parts, inputs, self._tenancy, stages)
+        return PreparedStep(self.parts, inputs, self._tenancy)
 
     def _cut(self, feed: Feed, number: int) -> CutInputs:
         return CutInputs.of(self.parts, *feed.batch(number), has_loss=True)
@@ -90,7 +90,7 @@ class Feeding:
 
     def done(self, step: PreparedStep | RemoteStep) -> None:
         """The oldest step is done."""
-        if step.is_fed:
+        if step.inputs.options.is_fed:
             self._next += 1
             self._begun -= 1
 

@@ -24,17 +24,17 @@ import torch
 
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import NestedWaitError, PipelineClosedError
 from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch_random
 from asyncpipe.ops.device.compile_gate import on_hold_up
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
+from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
 from asyncpipe.pipeline.workers import Workers
 from asyncpipe.runtime.device_thread import hold_up
 from asyncpipe.runtime.driver import Driver
-from asyncpipe.runtime.execution import Around, Bind, Execution, Gates
+from asyncpipe.runtime.execution import Bind, Execution, Gates
 from asyncpipe.runtime.executor import Executor, TaskFunction
 from asyncpipe.runtime.line import Line
 from asyncpipe.runtime.parts_driver import PartsDriver
@@ -301,19 +301,6 @@ def _leave(driver: Driver | PartsDriver, tenant: Tenant) -> None:
     tenant.observers.close()
 
 
-def _begin_behind(
-    driver: Driver,
-    graph: TaskGraph,
-    bind: Bind,
-    notes: StepNotes,
-    after: Execution | None,
-    *,
-    around: Around,
-    tenant: Tenant,
-) -> Execution:
-    return driver.start(graph, bind, notes, around=around, tenant=tenant, after=after)
-
-
 class _OnThisLoop:
     """A coroutine that is awaited where it is waited for."""
 
@@ -418,24 +405,19 @@ class Tenancy:
                 yield from self.pool.closed()
             raise
 
-    def step(
-        self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, gates: Gates | None = None
-    ) -> Coroutine[Any, Any, Execution]:
-        """One step of the pipeline, as ``Driver.run``, on the driver's loop."""
-        # Not a coroutine method: its frame would keep the pool alive in the traceback of a step that fails.
-        return self.pool.threads.run(graph, self.pool.bind(bind), notes, around=around, gates=gates, tenant=self.tenant)
-
     @property
     def overlaps_steps(self) -> bool:
         """Whether two steps may be under way at once: not where a policy that is not built in decides."""
         return self.pool.has_built_in_policies
 
     def start(
-        self, graph: TaskGraph, bind: Bind, around: Around, notes: StepNotes, line: Line[Execution]
+        self, graph: TaskGraph, binder: Binder, line: Line[Execution], gates: Gates | None = None
     ) -> PortalCall[Execution]:
         """Begin one step of the pipeline, behind the last one of ``line``. Called on the caller's thread."""
         driver = self.pool.threads
-        begin = partial(_begin_behind, driver, graph, self.pool.bind(bind), notes, around=around, tenant=self.tenant)
+        # Without the pool, which the traceback of a step that fails would keep alive.
+        bind, around, notes = self.pool.bind(binder.bind), binder.around, binder.notes
+        begin = partial(driver.start, graph, bind, notes, around=around, gates=gates, tenant=self.tenant)
         return line.submit(self.pool.portal, driver, begin)
 
     def closed(self) -> Waiting[None]:

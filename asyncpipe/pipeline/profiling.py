@@ -361,7 +361,7 @@ class _MeasuredPipeline:
         step = StepOptions(return_outputs=False)
         begun = perf_counter()
         inputs = StepInputs.prepare(parts, self._sample.x, self._sample.target, step)
-        result = drive_blocking(PreparedStep(inputs, self._tenancy).run()).wait()
+        result = drive_blocking(PreparedStep(parts, inputs, self._tenancy).run()).wait()
         seconds = perf_counter() - begun
         for parameter in parts.module.parameters():
             parameter.grad = None

@@ -26,8 +26,8 @@ from asyncpipe.ops.model.shipping import NamedState, forget_values, refuse_what_
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.edge_paths import EdgePaths
 from asyncpipe.pipeline.options import PipelineOptions
-from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs
-from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Pieces, Scalars, StepWork
+from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepWork
+from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Scalars
 from asyncpipe.pipeline.workers import Workers, check_transport
 from asyncpipe.runtime.part_messages import Call
 from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver
@@ -218,30 +218,13 @@ class RemoteStages:
     def work(self, inputs: StepInputs, *, overlaps: bool) -> PreparedWork:
         """What each worker needs for a step, on the caller's thread. Raises ``OptionError`` for what cannot be sent."""
         settings = ProcessSettings.current()
-        plan = replace(inputs.plan, loss=None)
-        last = self._parts.resources.stages[-1].index
+        others = None if settings == _USUAL_SETTINGS else settings
+        last, batch = self._parts.resources.stages[-1].index, inputs.batch
         work: dict[str, Sequence[PickleBuffer]] = {}
         for name, stages in self._owned.items():
-            takes = [{s: value for s, value in each.items() if s in stages} for each in inputs.takes]
-            taking = {tuple(each) for each in takes}
-            only = taking.pop() if len(taking) == 1 else ()
-            stage = only[0] if len(only) == 1 else None
-            targets = Pieces.of(inputs.targets if last in stages else ())
+            own = batch.only(stages, last, batch.number if name in self._fed_workers else None)
             part = StepWork(
-                self._epoch,
-                inputs.microbatches,
-                inputs.phase,
-                inputs.options.update,
-                plan,
-                inputs.plan.loss is not None,
-                inputs.context,
-                None if settings == _USUAL_SETTINGS else settings,
-                Pieces.of(takes if stage is None else [each[stage] for each in takes]),
-                stage,
-                targets,
-                overlaps,
-                bool(self._tenant.observers.shown),
-                inputs.number if name in self._fed_workers else None,
+                replace(inputs, batch=own), self._epoch, others, overlaps, bool(self._tenant.observers.shown)
             )
             work[name] = to_buffers(part, "the mini-batch")
         return PreparedWork(work, _flags(self._parts.module))

@@ -13,7 +13,7 @@ from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.runtime.portal import Portal
-from asyncpipe.runtime.under_way import UnderWay
+from asyncpipe.runtime.step_driver import DrivenStep
 
 __all__ = ["StepResult"]
 
@@ -31,7 +31,7 @@ class StepResult:
         loss: Tensor | None,
         losses: tuple[Tensor, ...],
         outputs: Any,
-        execution: UnderWay,
+        execution: DrivenStep,
         portal: Portal,
         gradient_norms: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,17 @@ from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, cut, cut_alike, gather, keywords
 from asyncpipe.ops.torch_internals import device_of_scaler
 from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.wire_messages import Pieces
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "differing", "loss_weights", "target_of"]
+__all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "StepWork", "differing", "loss_weights", "target_of"]
 
 NO_TARGET: Any = object()
 """Stands for a target that was not given (``None`` is a target)."""
@@ -50,10 +52,13 @@ class CutInputs:
     sizes: Sequence[int]
     """Samples of each micro-batch."""
     ready_made: bool
+    """Whether the caller has cut the mini-batch (``Microbatches``)."""
     takes: Sequence[Mapping[int, Any]]
+    """By micro-batch: what each stage takes from the caller."""
     targets: Sequence[Any]
     has_target: bool
     is_padded_unevenly: bool
+    """Whether a mean over samples would count the labels of some micro-batches too much."""
     number: int | None = None
     """Of the step whose mini-batch a feed has made in the workers, where it stays."""
 
@@ -74,31 +79,40 @@ class CutInputs:
             means and any(parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)),
         )
 
-    def without_tensors(self, number: int) -> CutInputs:
-        """What is to be known of it where it is not; it is that of step ``number``."""
-        return replace(self, takes=[{} for _ in self.sizes], targets=(), number=number)
+    def only(self, stages: Collection[int], last: int, number: int | None = None) -> CutInputs:
+        """What ``stages`` take of it, the ``last`` one of the model the targets; it is that of step ``number``."""
+        takes = [{stage: value for stage, value in each.items() if stage in stages} for each in self.takes]
+        return replace(self, takes=takes, targets=self.targets if last in stages else (), number=number)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: values that lie behind each other in memory as one."""
+        taking = {tuple(each) for each in self.takes}
+        only = taking.pop() if len(taking) == 1 else ()
+        # Where every micro-batch has one value for one stage, the values are pieces as well.
+        stage = only[0] if len(only) == 1 else None
+        takes = Pieces.of(self.takes if stage is None else [each[stage] for each in self.takes])
+        rest = self.sizes, self.ready_made, self.has_target, self.is_padded_unevenly, self.number
+        return _unpacked, (stage, takes, Pieces.of(self.targets), *rest)
+
+
+def _unpacked(
+    stage: int | None, takes: Pieces, targets: Pieces, sizes: Sequence[int], ready_made: bool, *rest: Any
+) -> CutInputs:
+    values = takes.unpacked()
+    by_stage = values if stage is None else [{stage: value} for value in values]
+    return CutInputs(sizes, ready_made, by_stage, targets.unpacked(), *rest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """What one step is given. Making it changes nothing but the caller's random state."""
+    """What one step takes in, here or in a worker. Making it changes nothing but the caller's random state."""
 
-    parts: PipelineParts
     options: StepOptions
-    training: bool
-    """Whether it has backwards."""
-    microbatches: int
     plan: StepPlan
+    """Without the loss, which is the pipeline's."""
+    has_loss: bool
     context: CallerContext
-    takes: Sequence[Mapping[int, Any]]
-    """By micro-batch: what each stage takes from the caller."""
-    targets: Sequence[Any]
-    ready_made: bool
-    """Whether the caller has cut the mini-batch (``Microbatches``)."""
-    is_padded_unevenly: bool
-    """Whether a mean over samples would count the labels of some micro-batches too much."""
-    number: int | None = None
-    """As ``CutInputs.number``."""
+    batch: CutInputs
 
     @classmethod
     def prepare(cls, parts: PipelineParts, x: Any, target: Any, step: StepOptions) -> StepInputs:
@@ -109,63 +123,50 @@ class StepInputs:
         options = parts.options
         context = CallerContext.capture()
         training = parts.module.training and context.grad and not context.inference
-        if not isinstance(x, CutInputs):
-            target = target_of(parts, x, target)
-        _check_loss(options.loss_fn, target, training)
-        if (
-            training
-            and target is NO_TARGET
-            and options.loss_fn is parts.staged.own_loss
-            and not isinstance(x, CutInputs)
-        ):
-            raise BatchError("the model's own loss needs labels; give them in the batch or as the target, or a loss_fn")
-        has_loss = training or target is not NO_TARGET
-        pieces = x if isinstance(x, CutInputs) else CutInputs.of(parts, x, target, has_loss=has_loss)
         if isinstance(x, CutInputs):
+            _check_loss(options.loss_fn, target, training)
             has_loss = training or (x.has_target and options.loss_fn is not None)
-        plan = _make_plan(parts, pieces.sizes, step, training=training, has_loss=has_loss)
-        return cls(
-            parts,
-            step,
-            training,
-            len(pieces.sizes),
-            plan,
-            context,
-            pieces.takes,
-            pieces.targets,
-            pieces.ready_made,
-            pieces.is_padded_unevenly,
-            pieces.number,
-        )
+            batch = x
+        else:
+            target = target_of(parts, x, target)
+            _check_loss(options.loss_fn, target, training)
+            if training and target is NO_TARGET and options.loss_fn is parts.staged.own_loss:
+                raise BatchError(
+                    "the model's own loss needs labels; give them in the batch or as the target, or a loss_fn"
+                )
+            has_loss = training or target is not NO_TARGET
+            batch = CutInputs.of(parts, x, target, has_loss=has_loss)
+        plan = _make_plan(parts, batch.sizes, step, training=training, has_loss=has_loss)
+        return cls(step, plan, has_loss, context, batch)
 
     def emptied(self) -> StepInputs:
         """The same without the mini-batch."""
-        return replace(self, takes=(), targets=())
+        return replace(self, batch=replace(self.batch, takes=(), targets=()))
 
     @property
-    def phase(self) -> Phase:
-        """What part of a step it is."""
-        return Phase.STEP if self.training else Phase.FORWARD
+    def training(self) -> bool:
+        """Whether it has backwards."""
+        return self.plan.training
 
-    @property
-    def graph(self) -> TaskGraph:
+    def graph(self, parts: PipelineParts) -> TaskGraph:
         """What it runs, by the schedule of this moment."""
-        return self.parts.graphs(self.microbatches, self.phase, self.plan.checkpoint, self.options.update)
+        phase = Phase.STEP if self.training else Phase.FORWARD
+        return parts.graphs(len(self.batch.sizes), phase, self.plan.checkpoint, self.options.update)
 
     def gather(self, outputs: Sequence[Any]) -> Any:
         """The step's outputs from those of its micro-batches; ``None`` if none were kept."""
-        if not outputs or self.ready_made:
+        if not outputs or self.batch.ready_made:
             return list(outputs) or None
-        return gather(outputs, self.parts.options.batch_dim, self.plan.weights)
+        return gather(outputs, self.plan.batch_dim, self.plan.weights)
 
-    def mean_loss(self, losses: Sequence[Tensor], tensors: StepTensors) -> Tensor | None:
+    def mean_loss(self, parts: PipelineParts, losses: Sequence[Tensor], tensors: StepTensors) -> Tensor | None:
         """The mini-batch's loss from those of its micro-batches; ``None`` if there are none.
 
         Warns where labels are padded unevenly. Raises ``LossError`` if only some of the losses came with a count.
         """
         counts = tensors.counts
-        if self.is_padded_unevenly and not counts:
-            self.parts.padded_labels.warn()
+        if self.batch.is_padded_unevenly and not counts:
+            parts.padded_labels.warn()
         if not losses:
             return None
         if counts and len(counts) < len(losses):
@@ -176,6 +177,19 @@ class StepInputs:
         return total if factor is None else (total * factor).to(losses[0].dtype)
 
 
+class StepWork(NamedTuple):
+    """What one worker computes a part of a step with."""
+
+    inputs: StepInputs
+    """With what the worker's stages take. A mini-batch that has a number was made here (``make_batch``)."""
+    epoch: int
+    """One more after each step that failed or was cancelled; messages of older ones mean nothing."""
+    settings: ProcessSettings | None
+    """``None`` if they are torch's own."""
+    overlaps: bool
+    is_observed: bool
+
+
 def _make_plan(
     parts: PipelineParts, sizes: Sequence[int], step: StepOptions, *, training: bool, has_loss: bool
 ) -> StepPlan:
@@ -183,7 +197,7 @@ def _make_plan(
     if step.learning_rate is not None and options.optimizer is None:
         raise OptionError("learning_rate is for the pipeline's own optimizers; give it an optimizer=")
     return StepPlan(
-        loss=options.loss_fn if has_loss else None,
+        loss=None,
         weights=loss_weights(sizes, options.loss_reduction == "mean"),
         scale=_scale(step.scaler, parts.resources.stages[-1].device) if training else None,
         seed=draw_step_seed(options.generator) if step.seed is None else step.seed,

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from asyncpipe.errors import ArgumentTypeError, BatchError, NestedWaitError, OptionError
-from asyncpipe.ops.device.device_errors import is_device_error
 from asyncpipe.ops.model.feed import FromFeed
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.feeding import Feeding
+from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
@@ -139,21 +139,24 @@ class StepRun:
         self._parts.check_between_steps()
 
     def overlaps(self, step: _Step) -> bool:
-        """Whether ``step`` may be under way together with others."""
-        return self.ahead > 0 and step.overlaps
+        """Whether ``step`` may be under way together with others: all that it leaves behind is made by its tasks."""
+        inputs = step.inputs
+        if self.ahead == 0 or (inputs.training and inputs.options.scaler is not None):
+            return False
+        return why_alone(self._parts, self.tenancy, step.graph, training=inputs.training) is None
 
     def joins(self, step: _Step) -> bool:
         """Whether ``step`` may begin now, behind those that are under way."""
         if not self.under_way:
             return True
-        return self.overlaps(step) and self.under_way[0][0].training == step.training
+        return self.overlaps(step) and self.under_way[0][0].inputs.training == step.inputs.training
 
     def start(self, step: _Step) -> None:
         """Begin ``step``, behind those that are under way."""
         if not self.under_way:
             self.check()
             self._parts.between_steps.owner = self
-            if step.training:
+            if step.inputs.training:
                 guard = self._parts.resources.guard
                 try:
                     guard.enter(self, self)
@@ -176,18 +179,7 @@ class StepRun:
     def oldest(self) -> Waiting[StepResult]:
         """The result of the oldest step, when it is issued."""
         step, call = self.under_way[0]
-        execution = yield call
-        try:
-            return self._finish(step, execution)
-        except RuntimeError as error:
-            if is_device_error(error):
-                yield from self.tenancy.pool.on_loop(
-                    execution.completed()
-                )  # As in ``StepProtocol``: it says which task.
-            raise
-
-    def _finish(self, step: _Step, execution: Any) -> StepResult:
-        result = step.finish(execution)
+        result: StepResult = yield from step.finish((yield call))
         self.feeding.done(step)
         self.under_way.popleft()
         if not self.under_way:
@@ -225,7 +217,7 @@ class StepRun:
     def _drop(self) -> None:
         if self.under_way:
             while self.under_way:
-                self.under_way.pop()[0].drop()
+                self.under_way.pop()[0].abandon()
             self._close()
 
     def _close(self) -> None:

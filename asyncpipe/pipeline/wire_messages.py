@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.engine.edge_shape import EdgeShape
-from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.policies.share import Share
-from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.process_settings import ProcessSettings
-from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.runtime.workers.launcher import Address
 
 __all__ = [
@@ -30,7 +27,6 @@ __all__ = [
     "PartResult",
     "Pieces",
     "Scalars",
-    "StepWork",
 ]
 
 
@@ -132,30 +128,6 @@ def _is_plain(value: Any) -> bool:
         and value.numel() > 0
         and not (value.is_quantized or value.is_conj() or value.is_neg() or (value.requires_grad and value.is_leaf))
     )
-
-
-class StepWork(NamedTuple):
-    """What one worker computes a part of a step with."""
-
-    epoch: int
-    """One more after each step that failed or was cancelled; messages of older ones mean nothing."""
-    microbatches: int
-    phase: Phase
-    update: bool
-    plan: StepPlan
-    """Without the loss, which the worker has."""
-    has_loss: bool
-    context: CallerContext
-    settings: ProcessSettings | None
-    """``None`` if they are torch's own."""
-    takes: Pieces
-    """As ``StepInputs.takes``; or where all micro-batches have one value for one stage, these, of ``stage``."""
-    stage: int | None
-    targets: Pieces
-    overlaps: bool
-    is_observed: bool
-    number: int | None
-    """Of the mini-batch that the feed has made here (``make_batch``), in place of ``takes`` and ``targets``."""
 
 
 class Scalars(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.runtime.execution import Around, Bind, call_inside
-from asyncpipe.runtime.under_way import task_error
+from asyncpipe.runtime.step_driver import task_error
 
 __all__ = ["run_inline"]
 

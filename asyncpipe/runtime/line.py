@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from asyncpipe.runtime.portal import Portal, PortalCall
-from asyncpipe.runtime.under_way import Drives, UnderWay
+from asyncpipe.runtime.step_driver import DrivenStep, StepDriver
 
 __all__ = ["Line"]
 
-_Step = TypeVar("_Step", bound=UnderWay)
+_Step = TypeVar("_Step", bound=DrivenStep)
 
 
 class Line(Generic[_Step]):
@@ -22,12 +22,13 @@ class Line(Generic[_Step]):
     def __init__(self) -> None:
         self._last: _Step | None = None
 
-    def submit(
-        self, portal: Portal, driver: Drives[_Step], begin: Callable[[_Step | None], _Step]
-    ) -> PortalCall[_Step]:
-        """Have ``begin`` begin a step behind the last one, from any thread; the call ends when the step is issued."""
+    def submit(self, portal: Portal, driver: StepDriver[_Step], begin: Callable[..., _Step]) -> PortalCall[_Step]:
+        """Have ``begin(after=...)`` begin a step behind the last one; the call ends when the step is issued.
+
+        From any thread.
+        """
         return portal.submit(self._issued(driver, begin))
 
-    async def _issued(self, driver: Drives[_Step], begin: Callable[[_Step | None], _Step]) -> _Step:
-        self._last = begin(self._last)
+    async def _issued(self, driver: StepDriver[_Step], begin: Callable[..., _Step]) -> _Step:
+        self._last = begin(after=self._last)
         return await driver.issued(self._last)

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from asyncpipe.core.engine.events import StepCompleted, StepFinished
+from asyncpipe.core.engine.events import Outcome, StepCompleted, StepFinished
+from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.errors import PipelineClosedError
+from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.step_abort import StepAbort
-from asyncpipe.runtime.under_way import raise_for
 
-__all__ = ["DrivenStep", "StepDriver", "Tenant"]
+__all__ = ["DrivenStep", "StepDriver", "Tenant", "task_error"]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Tenant:
 
 
 class DrivenStep(ABC):
-    """One step under way: ``UnderWay``."""
+    """One step under way, on the loop of its driver: wherever it runs, it ends twice, and in one of three ways."""
 
     def __init__(self, abort: StepAbort, graph: TaskGraph, tenant: Tenant) -> None:
         loop = asyncio.get_running_loop()
@@ -49,7 +49,9 @@ class DrivenStep(ABC):
         self.error: BaseException | None = None
         """Why it cannot be run to its end, if that is no task's fault."""
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
+        """Has a result when the last task is issued, or the step is drained after an error or a cancellation."""
         self.done: asyncio.Future[StepCompleted] = loop.create_future()
+        """Has a result when every device is done."""
 
     def end(self) -> StepCompleted:
         """How it has ended, once it is ``done``. From any thread."""
@@ -65,10 +67,22 @@ class DrivenStep(ABC):
         return self.record()
 
     def raise_for(self, end: StepFinished | StepCompleted) -> None:
-        """Raise what ended the step: ``WorkerLostError``, for instance, or ``TaskError`` if a task failed."""
+        """Raise what ended the step: ``WorkerLostError``, for instance, ``TaskError`` if a task failed, or
+        ``PipelineClosedError`` if it was cancelled.
+        """
         if self.error is not None:
             raise self.error
-        raise_for(self.graph, end)
+        if end.outcome is Outcome.CANCELLED:
+            raise PipelineClosedError("the pipeline was closed during this step")
+        if end.outcome is Outcome.FAILED:
+            assert end.failed_task is not None
+            assert end.error is not None
+            raise task_error(self.graph.tasks[end.failed_task], end.error)
+
+
+def task_error(task: Task, error: BaseException) -> TaskError:
+    """The error of a step whose ``task`` raised ``error``."""
+    return TaskError(task.id, task.kind.value, task.microbatch, task.stage, task.lane.device, error)
 
 
 _Step = TypeVar("_Step", bound=DrivenStep)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import torch
-
 from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.part import Part
 from asyncpipe.core.hangs.reports import PartReport
@@ -20,6 +18,7 @@ from asyncpipe.ops.edges.message import ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.nested import tensors_of
+from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.device_notes import note_devices
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.step import PreparedStep
@@ -38,6 +37,7 @@ class PartStep(PreparedStep):
         self,
         worker: str,
         number: int,
+        parts: PipelineParts,
         inputs: StepInputs,
         tenancy: Tenancy,
         part: Part,
@@ -53,14 +53,14 @@ class PartStep(PreparedStep):
         ``use`` is given where somebody gets its record, who wants to know that of the worker, and what the physical
         devices hold. In ``left`` is noted when messages leave, if they go to other machines.
         """
-        super().__init__(inputs, tenancy, part.graph, tensors, crossings)
+        super().__init__(parts, inputs, tenancy, part.graph, tensors, crossings)
         self.number = number
         self._worker = worker
         self.part = part
-        self.whole = inputs.graph
+        self.whole = inputs.graph(parts)
         """The graph of the whole step."""
         self._crossings = crossings
-        self._run_has_gradients = overlaps
+        self._overlaps = overlaps
         self._use = use
         self._left = left
         self._gates = Gates()
@@ -70,9 +70,10 @@ class PartStep(PreparedStep):
 
     def begin(self, after: Execution | None) -> None:
         """Begin it behind ``after``, which may be under way."""
-        with self._begun():
+        with self._abandoned_on_error():
+            self._begin(in_line=self._overlaps)
             self.execution = self.tenancy.pool.threads.start(
-                self._graph,
+                self.graph,
                 self._binder.bind,
                 self._binder.notes,
                 around=self._binder.around,
@@ -128,17 +129,10 @@ class PartStep(PreparedStep):
     def settle(self, *, keep: bool) -> None:
         """The whole step is over: keep what it has left in gradients and buffers, or undo it."""
         if not keep:
-            self._abandon()
+            self.abandon()
             return
-        try:
-            if self.training and not self._run_has_gradients:
-                with torch.no_grad():
-                    self._commit_gradients()
-            self.parts.commit_statistics()
-            self._tensors.close()
-        except BaseException:
-            self._abandon()
-            raise
+        with self._abandoned_on_error():
+            self._commit()
 
     def _result(self) -> object:
         tensors = self._tensors

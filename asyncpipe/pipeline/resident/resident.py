@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,8 +27,8 @@ from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.resident.links import Links
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.resident.stage_states import StageStates
-from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions
-from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, StepWork
+from asyncpipe.pipeline.step_inputs import CutInputs, StepWork
+from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline
 from asyncpipe.runtime.part_messages import StartPart
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.waits import drive
@@ -100,15 +98,18 @@ class Resident:
     def _start(self, start: StartPart, work: StepWork) -> PartStep:
         self.links.advance(work.epoch)
         (work.settings or ProcessSettings()).apply()
-        inputs, takes, targets = self._inputs(work)
-        tensors = StepTensors.of(takes, targets)
-        graph = inputs.graph
+        inputs = work.inputs
+        if (number := inputs.batch.number) is not None:
+            inputs = replace(inputs, batch=self._made.pop(number))
+        tensors = StepTensors.of(inputs.batch.takes, inputs.batch.targets)
+        graph = inputs.graph(self._parts)
         own = self._part(graph)
         left: dict[tuple[int, int], float] | None = {} if self._load.is_far else None
         send = partial(self.links.send, start.step, work.epoch, left)
         step = PartStep(
             self._worker,
             start.step,
+            self._parts,
             inputs,
             self._tenancy,
             own,
@@ -120,7 +121,7 @@ class Resident:
         )
         self.links.widen(own)
         before = self.links.steps.get(-1 if start.after is None else start.after)
-        if work.overlaps and step.training and self._line is None:
+        if work.overlaps and inputs.training and self._line is None:
             guard = self._parts.resources.guard
             self._line = object()
             guard.enter(self._line, self._line)
@@ -128,46 +129,20 @@ class Resident:
         step.begin(None if before is None else before.execution)
         return step
 
-    def _inputs(self, work: StepWork) -> tuple[StepInputs, Sequence[Mapping[int, Any]], Sequence[Any]]:
-        """The step's inputs, and what its stages take of them, and its targets, by micro-batch."""
-        if work.number is not None:
-            made = self._made.pop(work.number)
-            takes, targets = made.takes, made.targets
-        else:
-            takes, targets = work.takes.unpacked(), work.targets.unpacked()
-            if work.stage is not None:
-                takes = [{work.stage: value} for value in takes]
-        options = self._parts.options
-        inputs = StepInputs(
-            self._parts,
-            StepOptions(update=work.update),
-            work.plan.training,
-            work.microbatches,
-            replace(work.plan, loss=options.loss_fn if work.has_loss else None),
-            work.context,
-            takes,
-            targets,
-            ready_made=True,
-            is_padded_unevenly=False,
-        )
-        return inputs, takes, targets
-
     async def make_batch(self, number: int) -> CutInputs:
         """Have the feed make the mini-batch of step ``number``, and keep what the own stages take; what it is like."""
         made = await asyncio.to_thread(self._cut, number)
         while len(self._made) >= MOST_BATCHES:
             del self._made[next(iter(self._made))]
         self._made[number] = made
-        return made.without_tensors(number)
+        return made.only((), 0, number)
 
     def _cut(self, number: int) -> CutInputs:
         feed = self._parts.options.feed
         assert isinstance(feed, Feed)
         made = CutInputs.of(self._parts, *feed.batch(number), has_loss=True)
-        first, last = (self._parts.resources.stages[end].device.is_elsewhere for end in (0, -1))
-        return replace(
-            made, takes=[{} for _ in made.sizes] if first else made.takes, targets=() if last else made.targets
-        )
+        stages = self._parts.resources.stages
+        return made.only([stage.index for stage in stages if not stage.device.is_elsewhere], stages[-1].index)
 
     def stop(self, number: int) -> None:
         """Begin no more tasks of a step, and of those that follow it."""
