@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from asyncpipe.runtime.thread_calls import call_for_future, wait_to_end
@@ -47,8 +47,8 @@ _Reply = tuple[Any, Exception | None]
 class DatabaseThread:
     """Runs functions on the connection to the store at ``path``, in a thread of its own; requests from any loop.
 
-    Opens once, waiting up to ``busy_seconds`` for another process, and closes once. The thread refers to this object,
-    so it ends only when somebody calls ``stop``. Errors of SQLite are raised as ``StoreError``.
+    Opens once, waiting up to ``busy_seconds`` for another process, and closes once. Errors of SQLite are raised as
+    ``StoreError``.
     """
 
     def __init__(self, path: Path, busy_seconds: float) -> None:
@@ -56,27 +56,24 @@ class DatabaseThread:
         """Transactions since ``open`` that changed something."""
         self._path = path
         self._busy_seconds = busy_seconds
-        self._thread: threading.Thread | None = None
-        self._queue: SimpleQueue[_Request | None] = SimpleQueue()
-        """``None`` follows the last request."""
-        self._lock = threading.Lock()
-        self._is_stopped = False
-        self._opened: Future[None] = Future()
-        self._ended: Future[None] = Future()
+        self._executor = ThreadPoolExecutor(1, NAME)
+        self._connection: sqlite3.Connection | None = None
+        self._waiting: deque[_Request] = deque()
+        self._lock = Lock()
+        self._is_opening = self._is_stopped = False
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs; from any thread."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether it takes requests; from any thread."""
+        return self._connection is not None and not self._is_stopped
 
     async def open(self) -> None:
         """Start the thread and connect. Raises as ``open_database``; no thread is left then."""
-        if self._thread is not None:
+        if self._is_opening:
             raise self._closed()
-        self._thread = threading.Thread(target=self._serve_all, name=NAME, daemon=True)
-        self._thread.start()
+        self._is_opening = True
         try:
-            await wait_to_end(asyncio.wrap_future(self._opened))
+            await wait_to_end(asyncio.wrap_future(self._executor.submit(self._open)))
         except BaseException:
             await self.close()
             raise
@@ -90,63 +87,58 @@ class DatabaseThread:
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()  # A cancellation of the caller does not reach it.
         with self._lock:
-            if self._thread is None or self._is_stopped:
+            if not self.is_alive:
                 raise self._closed()
-            self._queue.put(_Request(function, future))
+            self._waiting.append(_Request(function, future))
+            if len(self._waiting) == 1:
+                self._executor.submit(self._serve)
         return await asyncio.wrap_future(future)
 
     def stop(self) -> None:
-        """Take no more requests, and let the thread end after the queued ones. From any thread, also again."""
+        """Take no more requests, and let the thread end after those that wait. From any thread, also again."""
         with self._lock:
             if not self._is_stopped:
                 self._is_stopped = True
-                self._queue.put(None)
+                with suppress(RuntimeError):  # The interpreter exits.
+                    self._executor.submit(self._disconnect)
+                self._executor.shutdown(wait=False)
 
     async def close(self) -> None:
         """``stop``, and wait for the thread. May be called again; a cancellation is raised afterwards."""
         self.stop()
-        if self._thread is not None:
-            try:
-                await wait_to_end(asyncio.wrap_future(self._ended))
-            finally:
-                self._thread.join()
-
-    # In the thread
-
-    def _serve_all(self) -> None:
-        """Serve requests until the queue is closed and empty; every future gets an answer, however this ends."""
-        connection: sqlite3.Connection | None = None
-        try:
-            connection, error = _attempt(lambda: open_database(self._path, self._busy_seconds))
-            _answer(self._opened, (None, error))
-            while connection is not None and (group := self._take()):
-                for request, reply in zip(group, self._write(connection, group), strict=True):
-                    _answer(request.future, reply)
-                del group, request, reply  # An idle thread must not keep the last requests alive.
-        finally:
-            self.stop()
-            if connection is not None:
-                with suppress(sqlite3.Error):
-                    connection.close()
-            while group := self._take():
-                for request in group:
-                    _answer(request.future, (None, self._closed()))
-            _answer(self._ended, (None, None))
+        await wait_to_end(asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown))
 
     def _closed(self) -> StoreError:
         advice = "use it inside 'async with', which opens once"
         return StoreError(self._path, StoreProblem.CLOSED, "is not open", advice)
 
+    # In the thread
+
+    def _open(self) -> None:
+        self._connection = open_database(self._path, self._busy_seconds)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+
+    def _serve(self) -> None:
+        """Carry out the requests that wait; each gets an answer."""
+        assert self._connection is not None
+        while group := self._take():
+            try:
+                replies = self._write(self._connection, group)
+            except Exception as bug:  # noqa: BLE001 - it must not leave the callers waiting
+                replies = [(None, bug)] * len(group)
+            for request, (value, error) in zip(group, replies, strict=True):
+                if error is None:
+                    request.future.set_result(value)
+                else:
+                    request.future.set_exception(error)
+
     def _take(self) -> list[_Request]:
-        """The requests that wait, at least one; blocks. Empty once the queue is closed and empty."""
-        group: list[_Request] = []
-        while not group or (len(group) < LARGEST_GROUP and not self._queue.empty()):
-            request = self._queue.get()
-            if request is None:
-                self._queue.put(None)
-                break
-            group.append(request)
-        return group
+        with self._lock:
+            return [self._waiting.popleft() for _ in range(min(len(self._waiting), LARGEST_GROUP))]
 
     def _write(self, connection: sqlite3.Connection, group: Sequence[_Request]) -> list[_Reply]:
         """The reply to each of ``group``: those that returned are on disk, those that raised changed nothing."""
@@ -183,12 +175,3 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return call_for_future(function), None
     except Exception as error:  # noqa: BLE001 - raised in the coroutine that asked
         return None, error
-
-
-def _answer(future: Future[Any], reply: _Reply) -> None:
-    value, error = reply
-    if not future.done():
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
