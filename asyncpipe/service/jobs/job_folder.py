@@ -40,7 +40,6 @@ __all__ = [
     "set_aside_after",
     "snapshot_steps",
     "tidy_folders",
-    "walk",
 ]
 
 JOB_ID = re.compile(r"[0-9a-hjkmnp-tv-z]{26}")
@@ -75,23 +74,13 @@ class FilesOfJob:
 
 
 def files_of(folder: Path) -> FilesOfJob:
-    """What the job in ``folder`` has on disk; nothing if it is not there."""
-    sizes = [size for _, size in walk(folder)]
+    """What the job in ``folder`` has on disk; nothing if it is not there. What vanishes meanwhile is left out."""
+    sizes = []
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                sizes.append(os.lstat(os.path.join(where, name)).st_size)
     return FilesOfJob(len(sizes), sum(sizes), tuple(snapshot_steps(folder)))
-
-
-def walk(folder: Path) -> Iterator[tuple[str, int]]:
-    """The path and size of each file in ``folder`` and below; what vanishes meanwhile is left out."""
-    try:
-        entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        with suppress(FileNotFoundError):
-            if entry.is_dir(follow_symlinks=False):
-                yield from walk(Path(entry.path))
-            else:
-                yield entry.path, entry.stat(follow_symlinks=False).st_size
 
 
 def job_folders(jobs: Path) -> set[str]:
@@ -115,11 +104,11 @@ def newest_step(folder: Path) -> int:
 
 def set_aside_after(folder: Path, step: int) -> None:
     """Rename snapshots that are newer than ``step``, so that the job goes on from that one. May be called again."""
-    for path in reversed(snapshots_in(folder / SNAPSHOTS) if (folder / SNAPSHOTS).is_dir() else []):
-        if int(path.name.removeprefix("step-")) > step:
-            aside = path.with_name(f"{path.name}.replaced")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+    for newer in reversed([each for each in snapshot_steps(folder) if each > step]):
+        path = folder / SNAPSHOTS / f"step-{newer}"
+        aside = path.with_name(f"{path.name}.replaced")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
 
 
 def check_step(job: str, folder: Path, step: int | None, recorded: str | None) -> int:

@@ -97,10 +97,10 @@ def make_ready(folder: Path, record: JobRecord) -> tuple[str | None, str]:
     """
     if record.from_step is not None:
         set_aside_after(folder, record.from_step)
-    if (lost := what_is_lost(folder, record)) is not None:
-        return lost, ""
-    older = _what_is_older(folder, record)
-    return None, older and f"; {older}"
+    lost, newest, last = what_is_lost(folder, record), newest_step(folder), record.snapshot or ""
+    if lost is None and last.startswith("step-") and newest < int(last[5:]):
+        return None, f"; its snapshot {last} is gone, so it goes on from step-{newest}"
+    return lost, ""
 
 
 def what_is_lost(folder: Path, job: JobRecord) -> str | None:
@@ -110,14 +110,6 @@ def what_is_lost(folder: Path, job: JobRecord) -> str | None:
     where = folder if not folder.is_dir() else folder / "snapshots"
     what = "has none" if where.is_dir() else "is gone"
     return f"its snapshots are lost: the last was {job.snapshot}, and {where} {what}; it is not begun anew by itself"
-
-
-def _what_is_older(folder: Path, job: JobRecord) -> str:
-    """What ``job`` has lost and can do without, as a sentence; empty if nothing is. Blocks."""
-    newest = newest_step(folder)
-    if job.snapshot is not None and job.snapshot.startswith("step-") and newest < int(job.snapshot[5:]):
-        return f"its snapshot {job.snapshot} is gone, so it goes on from step-{newest}"
-    return ""
 
 
 def _count(folders: Sequence[str] | set[str]) -> str:

@@ -47,7 +47,7 @@ from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.workload import Workload
 
-__all__ = ["Manager"]
+__all__ = ["Manager", "set_within"]
 
 _logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class Manager:
                 except StoreError as error:
                     _logger.error("no job can start or end at its deadline, will try again: %s", error)
                     pause = self._retry_seconds
-                await _set_within(self.jobs.changed, pause)
+                await set_within(self.jobs.changed, pause)
         except Exception:
             _logger.exception("the job scheduler failed; no more jobs start")
             raise
@@ -276,7 +276,6 @@ class Manager:
     async def _live(self, run: JobRun, make_workload: Callable[[], Workload]) -> None:
         """One run, from its start to the transition that ends it."""
         job = run.record.id
-
         try:
             async with self.logs.use(job) as log:
                 await self._end(run, await self._run(run, make_workload, log))
@@ -317,13 +316,13 @@ class Manager:
                 return
             except StoreError as error:
                 _logger.error("a run of job %s has ended, and the store cannot record it: %s", job, error)
-                if self._giving_up.is_set() or await _set_within(self._giving_up, self._retry_seconds):
+                if self._giving_up.is_set() or await set_within(self._giving_up, self._retry_seconds):
                     return
 
     async def _back_off(self, failures: int) -> None:
         """Wait before the next try, twice as long after each failure; not after the first."""
         if failures > 1:
-            await _set_within(self.ending, min(2.0 ** (failures - 2), self._retry_seconds))
+            await set_within(self.ending, min(2.0 ** (failures - 2), self._retry_seconds))
 
     def _workers_in_use(self) -> Mapping[str, Sequence[str]]:
         return {job: run.workers for job, run in self.jobs.running.items()}
@@ -333,7 +332,7 @@ class Manager:
         self.metrics.log_failed()
 
 
-async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
     """Whether ``event`` was set within ``seconds``."""
     try:
         async with asyncio.timeout(seconds):

@@ -16,14 +16,13 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobStateError
 from asyncpipe.service.jobs.job_folder import SNAPSHOTS
-from asyncpipe.service.jobs.manager import Manager
+from asyncpipe.service.jobs.manager import Manager, set_within
 from asyncpipe.service.settings.retention_settings import RetentionRule, RetentionSettings
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import UnknownJobError
@@ -98,21 +97,15 @@ class Retainer:
         await asyncio.wait([self._task])
 
     async def _go_on(self) -> None:
-        pause = self._rules.every_seconds
-        await self._wait(min(pause, FIRST_SECONDS))  # Whoever starts a service has more urgent things to do.
-        while not self._closing.is_set():
+        pause = min(self._rules.every_seconds, FIRST_SECONDS)  # Whoever starts a service has more urgent things to do.
+        while not await set_within(self._closing, pause):
             try:
                 await self.apply()
             except (AsyncpipeError, OSError) as error:
                 _logger.error("the rules of retention could not be applied: %s", error)
             except Exception:
                 _logger.exception("the rules of retention could not be applied; this is a bug in asyncpipe")
-            await self._wait(pause)
-
-    async def _wait(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
+            pause = self._rules.every_seconds
 
     async def apply(self) -> Sequence[Removal]:
         """Remove what is not kept; what was removed."""

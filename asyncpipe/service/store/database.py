@@ -130,9 +130,6 @@ def open_beside(path: Path, busy_seconds: float = 5.0) -> Iterator[sqlite3.Conne
             f"{path.absolute().as_uri()}?mode=rw", timeout=busy_seconds, isolation_level=None, uri=True
         )
         with closing(connection):
-            connection.execute("PRAGMA trusted_schema = OFF")
-            connection.execute("PRAGMA foreign_keys = ON")
-            connection.execute("PRAGMA synchronous = FULL")
             _check_ours(connection, path)
             yield connection
     except sqlite3.Error as error:
@@ -184,14 +181,11 @@ def _make_file(path: Path) -> None:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    connection.execute("PRAGMA trusted_schema = OFF")
     is_new = _check_ours(connection, path)
     mode = _pragma(connection, "journal_mode = WAL")
     if mode != "wal":
         advice = "put it on a local disk"
         raise StoreError(path, StoreProblem.FAILED, f"cannot have a write-ahead log (its journal is {mode!r})", advice)
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
     _check_intact(connection, path, "quick_check(1)")
     if is_new:
         try:
@@ -208,7 +202,12 @@ def _check_intact(connection: sqlite3.Connection, path: Path, check: str) -> Non
 
 
 def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
-    """Return True for an empty file. Raises ``StoreError`` for another program's, and for another version's."""
+    """Return True for an empty file. Raises ``StoreError`` for another program's, and for another version's.
+
+    From then on a commit is on disk when it returns, and rows of a job go with it.
+    """
+    for pragma in ("trusted_schema = OFF", "foreign_keys = ON", "synchronous = FULL"):
+        connection.execute(f"PRAGMA {pragma}")
     version = _pragma(connection, "user_version")
     (entries,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if entries and _pragma(connection, "application_id") != APPLICATION_ID:
