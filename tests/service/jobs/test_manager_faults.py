@@ -80,15 +80,12 @@ def test_whatever_a_run_comes_to_the_job_goes_where_it_may(
         (OptionError("width"), True),
         (JobFileError("no"), True),
         (NonFiniteLossError("NaN"), True),
+        (OutOfMemoryError("no room"), False),
+        (HungTaskError.__new__(HungTaskError), False),
     ],
 )
 def test_which_errors_a_snapshot_cannot_help(error, permanent):
     assert is_permanent(error) is permanent
-
-
-def test_memory_and_hangs_may_be_better_next_time():
-    for error in (OutOfMemoryError("no room"), HungTaskError.__new__(HungTaskError)):
-        assert not is_permanent(error)
 
 
 # Retries
@@ -115,6 +112,19 @@ async def test_a_run_that_fails_goes_back_to_its_last_snapshot(tmp_path):
         assert history[6].cause.endswith("OSError: a cable (2 times since the last snapshot)")
         again = await service.submit("other")
         await service.comes(again.id, FINISHED)
+
+
+async def test_failures_are_counted_over_restarts_of_the_service(tmp_path):
+    fakes = Fakes()
+    fakes.fails = lambda fake: OSError("a cable")
+    async with opened(tmp_path, fakes) as service:
+        job = await service.running(faults={"snapshot_retries": 1})
+        fakes["job"].go(1)
+        await until(lambda: len(fakes.made["job"]) == 2)
+    fakes.free = True
+    async with opened(tmp_path, fakes) as service:
+        failed = await service.comes(job.id, FAILED)
+        assert (failed.failures, failed.cause) == (2, "OSError: a cable (2 times since the last snapshot)")
 
 
 @pytest.mark.parametrize("error", [JobFileError("job 7: no"), NonFiniteLossError("the loss is NaN"), OptionError("no")])
@@ -156,20 +166,21 @@ async def test_a_run_whose_code_cancels_itself_has_failed(tmp_path):
 # A store that cannot be written
 
 
-async def test_an_end_that_the_store_does_not_take_is_written_later(tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", [RUNNING, FINISHED])
+async def test_a_transition_that_the_store_does_not_take_is_made_later(tmp_path, monkeypatch, what):
     async with opened(tmp_path) as service:
-        job = await service.running()
         transition, refused = service.store.transition, 0
 
         async def failing(job, to, cause, **more):
             nonlocal refused
-            if to is FINISHED and refused < 3:
+            if to is what and refused < 3:
                 refused += 1
                 raise full()
             return await transition(job, to, cause, **more)
 
         monkeypatch.setattr(service.store, "transition", failing)
-        service.fakes["job"].go()
+        service.fakes.free = True
+        job = await service.submit()
         await service.comes(job.id, FINISHED)
         assert refused == 3
         assert await service.path(job.id) == ["queued", "running", "finished"]
@@ -192,24 +203,6 @@ async def test_an_end_that_the_store_never_takes_is_found_at_the_next_start(tmp_
     async with opened(tmp_path, fakes) as service:
         await service.comes(job.id, FINISHED)
         assert await service.path(job.id) == ["queued", "running", "queued", "running", "finished"]
-
-
-async def test_a_job_that_cannot_begin_begins_later(tmp_path, monkeypatch):
-    async with opened(tmp_path) as service:
-        transition, refused = service.store.transition, 0
-
-        async def failing(job, to, cause, **more):
-            nonlocal refused
-            if to is RUNNING and refused < 3:
-                refused += 1
-                raise full()
-            return await transition(job, to, cause, **more)
-
-        monkeypatch.setattr(service.store, "transition", failing)
-        service.fakes.free = True
-        job = await service.submit()
-        await service.comes(job.id, FINISHED)
-        assert refused == 3
 
 
 async def test_a_request_that_the_store_does_not_take_changes_nothing(tmp_path, monkeypatch):
