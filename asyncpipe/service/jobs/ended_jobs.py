@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.service.job_states import FINAL_STATES, TRANSITIONS, JobRecord, JobState, JobStateError
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobStateError
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.job_folder import (
     DELETED,
@@ -37,14 +37,11 @@ __all__ = ["EndedJobs"]
 class EndedJobs:
     """The jobs of a service that have ended. Belongs to the service's loop; raises as ``ActiveJobs``."""
 
-    def __init__(
-        self, active: ActiveJobs, folder: Path, most_queued: int, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, active: ActiveJobs, folder: Path, most_queued: int) -> None:
         """``folder`` has a folder for each job."""
         self._active = active
         self._folder = folder
         self._most_queued = most_queued
-        self._clock = clock
 
     async def retry(
         self, job: str, cause: str, from_step: int | None = None, document: Mapping[str, Any] | None = None
@@ -57,8 +54,6 @@ class EndedJobs:
         store = self._active.store
         async with self._active.turn(job):
             before = await store.get(job)
-            if before.state not in FINAL_STATES or JobState.QUEUED not in TRANSITIONS[before.state]:
-                raise JobStateError(job, before.state, "be retried")
             await self._check_step(before, from_step)
             after = await store.retry(job, cause, from_step, document, most_queued=self._most_queued)
             self._active.follow(before.state, after)
@@ -72,7 +67,7 @@ class EndedJobs:
         store = self._active.store
         origin = await store.get(job)
         await self._check_step(origin, from_step)
-        new = make_id(self._clock())
+        new = make_id(time.time())
         copy = self._folder / f"{new}{FORKING}"
 
         def make() -> int:

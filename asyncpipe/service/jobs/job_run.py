@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.policies.share import Share
@@ -37,8 +37,6 @@ from asyncpipe.train.trace_files import TraceRecorder
 from asyncpipe.train.workload import Workload
 
 __all__ = ["JobRun", "JobTrainer", "MakeTrainer"]
-
-_T = TypeVar("_T")
 
 TRACED_STEPS, TRACED_TASKS = 3, 20_000
 """How many of the last steps a run's trace has, and the most tasks of several."""
@@ -100,7 +98,8 @@ class JobRun:
         """Steps of runs before this one, for the live page."""
         self._failed_steps = 0
         """Failed attempts at the current step."""
-        self._log: JobLog | None = None
+        self._log: JobLog
+        """From the beginning of ``run`` on."""
         self._training: JobTrainer | None = None
         self._task: asyncio.Task[TrainingSummary] | None = None
         self._started = self._stopping = self._cancelling = False
@@ -123,19 +122,13 @@ class JobRun:
             return await self._train(make, make_workload, options)
         finally:
             self.view.end()
-            await self._on_disk(lambda: keep_view(log.folder, self.view))
+            try:
+                await in_thread(lambda: keep_view(log.folder, self.view))
+            except OSError as error:
+                self.noted(logging.WARNING, f"its page cannot be kept up to date: {error}")
             self._training = self._task = None
             await log.flush()
             await in_thread(lambda: self._write_trace(log.folder))
-            self._log = None
-
-    async def _on_disk(self, call: Callable[[], _T]) -> _T | None:
-        """What ``call`` returns, or nothing if the disk fails: pages do without what is only shown."""
-        try:
-            return await in_thread(call)
-        except OSError as error:
-            self.noted(logging.WARNING, f"its page cannot be kept up to date: {error}")
-            return None
 
     def stop(self) -> None:
         """End the run after its step, with a snapshot."""
@@ -254,9 +247,8 @@ class JobRun:
 
     def stepped(self, progress: StepProgress) -> None:
         """A step has ended; it is in the log when this returns, and in the store soon."""
-        if self._log is not None:
-            rate, seconds = progress.learning_rate, progress.seconds
-            self._log.step(LossRow(progress.step, progress.loss, rate, seconds, progress.tokens))
+        rate, seconds = progress.learning_rate, progress.seconds
+        self._log.step(LossRow(progress.step, progress.loss, rate, seconds, progress.tokens))
         self.pace.add(progress.step, progress.seconds, progress.tokens)
 
     def step_completed(self, record: StepRecord) -> None:
@@ -278,8 +270,7 @@ class JobRun:
         """A line for the job's log; warnings are in the service's as well."""
         if level >= logging.WARNING:
             log_note(level, self.record, text)
-        if self._log is not None:
-            self._log.note(level, text)
+        self._log.note(level, text)
 
     def waiting(self, reason: str | None) -> None:
         """It waits for lost workers, or does not any more."""
@@ -293,13 +284,11 @@ class JobRun:
         """A snapshot is on disk."""
         self.has_snapshot = True
         self.on_snapshot()
-        if self._log is not None:
-            self._log.snapshot(step, path.name)
+        self._log.snapshot(step, path.name)
 
     async def keep(self) -> None:
         """Return when the losses until now are in the store."""
-        if self._log is not None:
-            await self._log.flush()
+        await self._log.flush()
 
     def _write_trace(self, folder: Path) -> None:
         """Write the last steps beside the job's log. Blocks."""
