@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.errors import BalanceError, DeviceError, OptionError, SharedParameterError
+from asyncpipe.errors import BalanceError, DeviceError, SharedParameterError
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.model.microbatch import Arguments
-from asyncpipe.ops.model.sequential import SequentialStage, as_sequential, split, stage_parts
+from asyncpipe.ops.model.sequential import SequentialStage, split, stage_parts
 from asyncpipe.ops.model.stage import CALLER, Stage, StagedModel
 from asyncpipe.ops.model.ties import place
 
@@ -62,17 +62,6 @@ def test_a_cuda_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, count:
         with pytest.raises(DeviceError) as raised:
             resolve_devices([entry])
         assert str(raised.value) == f"{entry!r} is not there; this machine has {there}, and 'cpu:N' for any N"
-
-
-# The model
-
-
-@pytest.mark.parametrize("bad", [nn.Linear(2, 2), [nn.ReLU(), 3], "model", None, {"a": nn.ReLU()}])
-def test_what_is_no_model(bad: Any) -> None:
-    with pytest.raises(
-        OptionError, match=f"must be an nn.Sequential, a list of modules or a traced model, got {type(bad).__name__}"
-    ):
-        as_sequential(bad)
 
 
 # Splitting

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from asyncpipe.errors import TraceError
-from asyncpipe.ops.autograd.random_streams import RandomStream
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.trace.trace import trace
@@ -143,32 +141,6 @@ def test_a_buffer_that_several_stages_change(check: Check) -> None:
         trace(SharedNorm(), Arguments.of(torch.randn(2, 3)), ["b"])
     model = SharedNorm()
     check(model, trace(model, Arguments.of(torch.randn(2, 3)), 1), Arguments.of(torch.randn(4, 3)))
-
-
-# Random numbers
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda x: torch.rand(x.shape),
-        lambda x: torch.randperm(x.shape[0]),
-        lambda x: functional.dropout(x, 0.5),
-    ],
-)
-def test_a_random_stream_repeats_what_a_stage_draws(draw: Callable[[Tensor], Tensor], run_stages: Run) -> None:
-    class Draws(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return draw(x * 2)
-
-    staged = trace(Draws(), Arguments.of(torch.ones(5, 2)), 1)
-    x = Arguments.of(torch.ones(8, 2))
-    with RandomStream(1, 2, 3):
-        first = run_stages(staged, x)
-    state = torch.get_rng_state()
-    with RandomStream(1, 2, 3):
-        assert torch.equal(run_stages(staged, x), first)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 # Placement and copies
