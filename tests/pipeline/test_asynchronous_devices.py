@@ -17,7 +17,7 @@ from torch import nn
 import asyncpipe.pipeline.build
 import asyncpipe.pipeline.call_backward
 import asyncpipe.pipeline.step
-from asyncpipe import Pipeline, TaskError, pop, skippable, stash
+from asyncpipe import Pipeline
 from asyncpipe.core.engine.events import Dispatch, TaskCompleted, TaskIssued
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.schedules.backward_first import BackwardFirst
@@ -111,16 +111,6 @@ def pipeline(model, schedule="1f1b", checkpoint="always"):
     return Pipeline(model, devices, microbatches=4, schedule=schedule, checkpoint=checkpoint, loss_fn=mse, in_flight=64)
 
 
-class Records:
-    """An observer that keeps the records."""
-
-    def __init__(self):
-        self.seen = []
-
-    def step_completed(self, record):
-        self.seen.append(record)
-
-
 def order_of_tasks(graph, journal, streams):
     """The event of each task: tasks are reported in the order in which they make events."""
     reported = [event.task for _, event in journal if isinstance(event, TaskIssued)]
@@ -182,101 +172,3 @@ async def test_tensors_that_cross_streams_are_kept(workload, noting):
     # On compute streams: 4 activations and 4 gradients a border, and from the caller 4 inputs and 4 targets.
     assert kept == {"cpu:0/compute": 4 + 4, "cpu:1/compute": 4 + 4, "cpu:2/compute": 4 + 4}
     assert workload.worst(model) < 1e-10
-
-
-async def test_gradients_may_be_used_before_completion(workload, noting):
-    model = workload.model()
-    async with pipeline(model) as pipe:
-        result = await pipe.step(workload.x, workload.target)
-        assert workload.worst(model) < 1e-10
-        noting[1].set()
-        await result.completed()
-
-
-async def test_a_device_error_after_the_issue_comes_with_completion(workload, noting):
-    streams, released = noting
-    async with pipeline(workload.model()) as pipe:
-        result = await pipe.step(workload.x, workload.target)
-        streams[Lane("cpu:1", Queue.COMPUTE)].events[2].error = RuntimeError("device-side assert")
-        released.set()
-        with pytest.raises(TaskError, match="device-side assert"):
-            await result.completed()
-
-
-class _Tied(nn.Module):
-    """A later layer's own use of the first layer's weight."""
-
-    def __init__(self, first: nn.Linear) -> None:
-        super().__init__()
-        self.weight = first.weight
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-@skippable(stash=["kept"])
-class _Keep(nn.Module):
-    def forward(self, x):
-        yield stash("kept", x)
-        return x
-
-
-@skippable(pop=["kept"])
-class _Add(nn.Module):
-    def forward(self, x):
-        return x + (yield pop("kept"))
-
-
-def make_tied():
-    torch.manual_seed(8)
-    first = nn.Linear(6, 6)
-    return nn.Sequential(first, _Keep(), nn.Linear(6, 6), nn.Tanh(), _Tied(first), _Add()).double()
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-async def test_skips_ties_and_updates_are_waited_for(noting, checkpoint):
-    streams, released = noting
-    model, x = make_tied(), torch.randn(8, 6, dtype=torch.float64)
-    bare = make_tied()
-    bare(x).square().mean().backward()
-    async with Pipeline(
-        model,
-        ["cpu:0", "cpu:1", "cpu:2"],
-        microbatches=4,
-        balance=[2, 2, 2],
-        checkpoint=checkpoint,
-        loss_fn=lambda y: y.square().mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-        in_flight=64,
-    ) as pipe:
-        result = await pipe.step(x)
-        assert not released.is_set()
-        released.set()
-        record = (await result.completed()).record
-    issued = order_of_tasks(record.graph, record.journal, streams)
-    assert {"C(0,0>2)", "C(0,2>0)", "C(0>2)", "C(2>0)", "S(0)", "U(0)"} <= {task.id for task in record.graph.tasks}
-    for edge in record.graph.edges():
-        assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"
-    for ours, theirs, start in zip(model.parameters(), bare.parameters(), make_tied().parameters(), strict=True):
-        assert (ours - (start - theirs.grad)).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_backward_of_the_callers_returns_before_completion(workload, noting, checkpoint):
-    streams, released = noting
-    model, x = workload.model(), workload.x.clone().requires_grad_()
-    records = Records()
-    with pipeline(model, checkpoint=checkpoint).sync() as pipe:
-        pipe.observers.append(records)
-        output = pipe(x)
-        mse(output, workload.target).backward()
-        assert not released.is_set()
-        assert workload.worst(model) < 1e-10
-        assert x.grad is not None
-        released.set()
-    forward, backward = records.seen
-    for lane, stream in streams.items():
-        del stream.events[: sum(task.lane == lane for task in forward.graph.tasks)]
-    issued = order_of_tasks(backward.graph, backward.journal, streams)
-    for edge in backward.graph.edges():
-        assert issued[edge.dependency] in issued[edge.task].waited, f"{edge} is not ordered by an event"

@@ -229,20 +229,6 @@ def test_a_pipeline_lives_as_long_as_its_outputs(workload, no_leaks):
     join_all(threads)  # a loss that was differentiated keeps nothing alive
 
 
-def test_fifty_pipelines_leave_no_threads(workload, no_leaks):
-    model = workload.model()
-    before, threads = threads_of_asyncpipe(), set()
-    for _ in range(50):
-        pipe = pipeline(model).sync().__enter__()
-        model.zero_grad()
-        mse(pipe(workload.x), workload.target).backward()
-        threads.update(threads_of_asyncpipe() - before)
-    del pipe
-    gc.collect()
-    join_all(threads)
-    assert workload.worst(model) < 1e-10
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_two_hundred_rounds_leave_nothing_behind(workload, before_task, new_threads, no_leaks, fails):
     """With ``fails``, a task or a hook of the caller raises in every round."""

@@ -160,9 +160,6 @@ def test_outputs_that_cannot_be_gathered(last, message):
         pipe(x[:2])
 
 
-# Deferred batch norm
-
-
 # Moving, state, copies
 
 
@@ -219,6 +216,3 @@ def test_a_pipeline_can_be_copied_at_any_time_between_steps(copy):
         with twin.sync() as open_twin:
             assert torch.equal(open_twin(batch), wanted)
             assert open_twin.step(batch, target).loss is not None
-
-
-# Workers and exceptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +20,6 @@ from asyncpipe.errors import BackwardError, NestedWaitError, OptionError, Pipeli
 from asyncpipe.testing import EmulatedExecutor, InlineExecutor
 
 mse = nn.functional.mse_loss
-SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
 
 
 def pipeline(model, pool=None, **options):
@@ -55,18 +55,36 @@ def unsplit(workload, loss_fn, *models):
 # A loss that calls a teacher
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-async def test_a_loss_calls_a_teacher_of_the_same_pool(workload, schedule, checkpoint, no_leaks):
+PLACES = {
+    "same pool": lambda: (pool := DevicePool(), pool),
+    "another pool": lambda: (DevicePool(), DevicePool()),
+    "inline": lambda: (pool := DevicePool(executors=InlineExecutor), pool),
+    "emulated": lambda: (pool := DevicePool(executors=lambda name: EmulatedExecutor(name, lambda task: 0.0)), pool),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "schedule", "checkpoint"),
+    [
+        *itertools.product(["same pool"], ["gpipe", "1f1b", "zb-h1"], ["never", "except_last", "always"]),
+        *((place, "1f1b", "except_last") for place in ("another pool", "inline", "emulated")),
+    ],
+)
+async def test_a_loss_calls_a_teacher(workload, place, schedule, checkpoint, no_leaks):
     """With gradients through the teacher, and for its parameters."""
     wanted = unsplit(workload, lambda y, t: distilled(plain, y, t), workload.model(), plain := teacher_model())
-    async with DevicePool() as pool, pipeline(model := teacher_model(), pool, checkpoint=checkpoint) as teacher:
-        options = {"schedule": schedule, "checkpoint": checkpoint, "loss_fn": partial(distilled, teacher)}
-        async with pipeline(workload.model(), pool, **options) as student:
-            result = await student.step(workload.x, workload.target)
-            assert_close(gradients(student.module), wanted[0])
-            assert_close(gradients(model), wanted[1])
-            del result
+    one, other = PLACES[place]()
+    options = {"schedule": schedule, "checkpoint": checkpoint}
+    async with (
+        one,
+        nullcontext() if other is one else other,
+        pipeline(model := teacher_model(), one, checkpoint=checkpoint) as teacher,
+        pipeline(workload.model(), other, loss_fn=partial(distilled, teacher), **options) as student,
+    ):
+        result = await student.step(workload.x, workload.target)
+        assert_close(gradients(student.module), wanted[0])
+        assert_close(gradients(model), wanted[1])
+        del result
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
@@ -86,29 +104,6 @@ def test_a_loss_calls_a_frozen_teacher(workload, mode, no_leaks):
         student.step(workload.x, workload.target)
         assert_close(gradients(student.module), wanted)
         mse(student(workload.x), teacher(workload.target)).backward()
-
-
-async def test_a_teacher_of_another_pool(workload, no_leaks):
-    wanted = unsplit(workload, lambda y, t: distilled(plain, y, t), workload.model(), plain := teacher_model())
-    async with (
-        pipeline(model := teacher_model()) as teacher,
-        pipeline(workload.model(), loss_fn=partial(distilled, teacher)) as student,
-    ):
-        await student.step(workload.x, workload.target)
-        assert_close(gradients(student.module), wanted[0])
-        assert_close(gradients(model), wanted[1])
-
-
-@pytest.mark.parametrize("executors", [InlineExecutor, lambda device: EmulatedExecutor(device, lambda task: 0.0)])
-async def test_executors_that_run_tasks_elsewhere(workload, executors, no_leaks):
-    wanted = unsplit(workload, lambda y, t: distilled(plain, y, t), workload.model(), plain := teacher_model())
-    async with (
-        DevicePool(executors=executors) as pool,
-        pipeline(teacher_model(), pool) as teacher,
-        pipeline(workload.model(), pool, loss_fn=partial(distilled, teacher)) as student,
-    ):
-        await student.step(workload.x, workload.target)
-        assert_close(gradients(student.module), wanted[0])
 
 
 # The running pipeline

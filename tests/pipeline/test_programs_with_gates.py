@@ -23,40 +23,6 @@ def pipeline(model, **options):
     return Pipeline(model, DEVICES, **{"microbatches": 4, "schedule": "gpipe", "checkpoint": "except_last"} | options)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (2,), (3, 1), ()])
-def test_gradients_that_never_come(workload, no_leaks, wanted):
-    """Of some micro-batches, or of all; the next call finds devices that wait for nobody."""
-    model, bare = workload.model(), workload.model()
-    with pipeline(model).sync() as pipe:
-        for _ in range(2):
-            outputs = pipe(parts(workload))
-            if wanted:
-                sum(outputs[i].square().sum() for i in wanted).backward()
-                sum(bare(workload.x.split(3)[i]).square().sum() for i in wanted).backward()
-                for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
-                    assert (ours.grad - theirs.grad).abs().max() < 1e-10
-            del outputs
-            model.zero_grad()
-            bare.zero_grad()
-        mse(pipe(workload.x), workload.target).backward()
-        assert workload.worst(model) < 1e-10
-
-
-def test_two_calls_in_one_backward(workload, no_leaks):
-    """Gates of both open by turns, as the caller's graph reaches their micro-batches."""
-    model = workload.model()
-    with pipeline(model).sync() as pipe:
-        for _ in range(3):
-            model.zero_grad()
-            one, other = pipe(parts(workload)), pipe(parts(workload))
-            mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(one, other, strict=True))]
-            rest = [b if i % 2 else a for i, (a, b) in enumerate(zip(one, other, strict=True))]
-            both = mse(torch.cat(mixed), workload.target) + mse(torch.cat(rest), workload.target)
-            (both / 2).backward()
-            assert workload.worst(model) < 1e-10
-            del one, other, mixed, rest, both
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_while_a_backward_waits(workload, no_leaks, fails):
     """A hook of the caller's graph calls the pipeline, whose backward waits for the hook on every device."""

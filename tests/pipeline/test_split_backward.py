@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import itertools
 import weakref
@@ -252,45 +251,11 @@ async def test_after_w_nothing_of_the_microbatch_is_alive(before_task, schedule,
         assert not any(reference() is not None for references in saved.values() for reference in references)
 
 
-@both
-async def test_50_steps(workload, schedule):
-    counts = []
-    with collector_off():
-        async with pipeline(workload.model(), 2, schedule=schedule, checkpoint="except_last") as pipe:
-            for number in range(50):
-                await pipe.step(workload.x, workload.target, return_outputs=False)
-                if number in (1, 25, 49):
-                    counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-    assert len(set(counts)) == 1
-
-
 # Failure
 
 
 class Boom(Exception):
     """The fault."""
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-@pytest.mark.parametrize("task_id", ["I(1,0)", "I(1,1)", "W(1,0)", "W(1,2)", "C(1,1>0)"])
-async def test_a_fault_in_any_task(workload, before_task, no_leaks, mode, task_id):
-    model = workload.model()
-
-    def fault(task):
-        if task.id == task_id:
-            raise Boom(f"in {task_id}")
-
-    async with pipeline(model, 3, checkpoint=mode) as pipe:
-        before_task(fault)
-        with pytest.raises(TaskError) as caught:
-            await pipe.step(workload.x, workload.target)
-        assert isinstance(caught.value.__cause__, Boom)
-        assert caught.value.task_id == task_id
-        assert all(parameter.grad is None for parameter in model.parameters())
-        del caught
-        before_task(lambda task: None)
-        await pipe.step(workload.x, workload.target)
-    assert workload.worst(model) < 1e-10
 
 
 @pytest.mark.parametrize("mode", ["always", "never"])
@@ -313,25 +278,6 @@ async def test_a_failed_step_drops_what_waits_for_w(before_task, mode, task_id):
                 await pipe.step(x, x)
             assert caught.value.task_id == task_id
             assert not any(reference() is not None for reference in saved)
-
-
-async def test_a_step_cancelled_between_i_and_w(workload, before_task, no_leaks):
-    model = workload.model()
-    loop = asyncio.get_running_loop()
-    async with pipeline(model, 3) as pipe:
-        running = asyncio.ensure_future(pipe.step(workload.x, workload.target))
-
-        def cancel(task):
-            if task.id == "W(2,1)":
-                loop.call_soon_threadsafe(running.cancel)
-
-        before_task(cancel)
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert all(parameter.grad is None for parameter in model.parameters())
-        before_task(lambda task: None)
-        await pipe.step(workload.x, workload.target)
-    assert workload.worst(model) < 1e-10
 
 
 @pytest.mark.parametrize("kind", ["I", "W"])

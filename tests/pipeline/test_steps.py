@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from contextlib import aclosing, closing
 from itertools import islice, pairwise
 
@@ -335,16 +336,29 @@ async def test_what_a_mini_batch_is():
 
 
 @pytest.mark.parametrize(
-    "options", [{"optimizer": None}, {"deferred_batch_norm": True}, {"schedule": "backward-first"}], ids=str
+    ("options", "why"),
+    [
+        ({"optimizer": None}, "does not have the optimizers"),
+        ({"deferred_batch_norm": True}, "deferred batch norms"),
+        ({"schedule": "backward-first"}, "the schedule decides"),
+    ],
 )
-async def test_what_cannot_overlap_runs_one_by_one(options, no_leaks):
-    data = batches(3)
+async def test_what_cannot_overlap_runs_one_by_one(options, why, no_leaks):
+    """Each step begins when the caller has the result of the one before, and so has changed the weights."""
+    data, records = batches(3), []
     async with make(**options) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        async for _ in pipe.steps(data):
+        assert why in pipe.why_steps_wait
+        pipe.observers.append(Seen(records))
+        optimizer, taken = torch.optim.SGD(pipe.parameters(), lr=0.1), []
+        async for _ in pipe.steps(data, ahead=2):
             pipe.state_dict()
+            taken.append(time.perf_counter())
             optimizer.step()
             optimizer.zero_grad()
+        assert pipe.why_steps_wait is not None
+    begins = [record.journal[0][0] for record in records]
+    assert len(begins) == len(data)
+    assert all(result < begin for result, begin in zip(taken, begins[1:], strict=False))
 
 
 @pytest.mark.timeout(60 + STEPS // 20)

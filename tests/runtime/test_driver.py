@@ -11,7 +11,6 @@ from driver_helpers import DEVICES, bind_nothing, open_driver
 from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.policies.share import Share
-from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError
@@ -29,32 +28,6 @@ def graph(schedule="1f1b", microbatches=4):
 async def driver(no_leaks):
     async with open_driver(in_flight=3) as made:
         yield made
-
-
-async def test_a_step_runs_every_task_once(driver):
-    ran = []
-    execution = await driver.run(graph(), lambda task: lambda: ran.append(task.number))
-    record = await execution.completed()
-    assert isinstance(record, StepRecord)
-    assert sorted(ran) == list(range(len(graph().tasks)))
-    assert sum(isinstance(event, TaskCompleted) for _, event in record.journal) == len(ran)
-    assert [at for at, _ in record.journal] == sorted(at for at, _ in record.journal)
-
-
-async def test_a_failure_ends_its_own_step_only(driver):
-    def bind(task):
-        def work():
-            if task.id == "B(2,1)":
-                raise ValueError("no")
-
-        return work
-
-    bad, good = await asyncio.gather(
-        driver.run(graph(), bind), driver.run(graph(), bind_nothing), return_exceptions=True
-    )
-    assert isinstance(bad, TaskError)
-    assert bad.task_id == "B(2,1)"
-    await good.completed()
 
 
 class Later:
