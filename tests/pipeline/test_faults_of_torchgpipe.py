@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import asyncpipe.errors as e
-from asyncpipe import Arguments, NoChunk, Pipeline, TaskError, is_recomputing
+from asyncpipe import Arguments, NoChunk, Pipeline, is_recomputing
 
 TWO = ["cpu:0", "cpu:1"]
 mse = nn.functional.mse_loss
@@ -128,21 +128,6 @@ def test_outputs_of_every_kind():
     assert output["mean"].tolist() == [0.5, 2]
     assert (output["text"], output["count"], output["nothing"]) == (["t", "t"], [2, 1], None)
     assert output["pair"][1][0].tolist() == [1, 2]
-
-
-NO_OUTPUT = [
-    (lambda x: "text", "stage 1 returned str without any tensor; a stage must return a tensor, or a nested"),
-    (lambda x: None, "stage 1 returned NoneType without any tensor"),
-    (lambda x: {"a": 1}, "stage 1 returned dict without any tensor"),
-]
-
-
-@pytest.mark.parametrize(("last", "message"), NO_OUTPUT, ids=lambda value: None)
-def test_an_output_without_a_tensor(last, message):
-    with opened(nn.Linear(1, 1), Call(last)) as pipe, pytest.raises(TaskError, match=message) as caught:
-        pipe(x)
-    assert isinstance(caught.value.__cause__, e.StageError)
-    assert isinstance(caught.value.__cause__, TypeError)
 
 
 UNEVEN = [

@@ -163,22 +163,6 @@ async def test_observers_see_their_own_pipeline(workload, no_leaks):
     assert [keeper.microbatches for keeper in keepers] == [{2}, {3}]
 
 
-def test_on_a_loop_of_its_own(workload, no_leaks):
-    """Used from another loop, whose thread may block, and without ``await``."""
-    model = workload.model()
-
-    async def train():
-        async with DevicePool() as pool, pipeline(workload.model(), pool) as pipe:
-            await pipe.step(workload.x, workload.target)
-            with pipeline(model, pool).sync() as other:
-                mse(other(workload.x), workload.target).backward()
-        with pytest.raises(PipelineClosedError, match="closed"):
-            await pipe.step(workload.x, workload.target)
-
-    asyncio.run(train())
-    assert workload.worst(model) < 1e-10
-
-
 async def test_dropped_pipelines_leave_the_pool_usable(workload, no_leaks):
     async with DevicePool() as pool:
         for _ in range(3):
