@@ -5,9 +5,9 @@ Start with ``pipeline.py``, then follow a step:
 ``options.py``, ``pool_options.py``   every option: declared, documented and checked
 ``build.py``                          from model and options to the parts that all steps share
 ``graph_cache.py``                    lowered task graphs by shape
-``step_inputs.py``                    a mini-batch, checked and cut
+``step_inputs.py``                    what a step takes in, here and in a worker: a mini-batch, checked and cut
 ``feeding.py``                        mini-batches that the pipeline's feed makes
-``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step
+``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step here
 ``steps.py``                          one step, or many that overlap, for callers that await and that block
 ``call.py``, ``call_backward.py``     ``y = pipe(x)``, whose loss and backward are the caller's
 ``result.py``                         what a step returns
@@ -15,7 +15,7 @@ Start with ``pipeline.py``, then follow a step:
 ``model_proxy.py``                    the model's own methods on a pipeline
 ``pool.py``                           devices that several pipelines share
 ``workers.py``                        the worker processes of a pool
-``remote_stages.py``, ``remote_step.py``  stages in workers, as the controller sees them
+``remote_stages.py``, ``remote_step.py``  stages in workers, as the controller sees them; one whole step there
 ``wire_messages.py``                  what controller and workers say to each other of a pipeline
 ``resident/``                         what runs in a worker
 ``overlap.py``                        whether steps may be under way at once

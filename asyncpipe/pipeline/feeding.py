@@ -38,9 +38,11 @@ class _Made:
 class Feeding:
     """Prepares steps, with what the caller gives them or with what the feed makes. Steps are done in their order."""
 
-    def __init__(self, parts: PipelineParts, tenancy: Tenancy) -> None:
+    def __init__(self, parts: PipelineParts, tenancy: Tenancy, stages: RemoteStages | None) -> None:
+        """``stages`` are those in workers, if they live there."""
         self.parts = parts
         self._tenancy = tenancy
+        self._stages = stages
         self._next = 0
         self._begun = 0
         """Steps from the feed that are prepared and not done."""
@@ -66,16 +68,16 @@ class Feeding:
         feed, number = self._begin(target)
         # Drawn before the feed is waited for: who draws from the same generator goes on meanwhile.
         options = replace(options, seed=draw_step_seed(self.parts.options.generator))
-        if (stages := self._stages) is not None:
-            made = yield from self._tenancy.pool.on_loop(stages.fed(number))
+        if self._stages is not None:
+            made = yield from self._tenancy.pool.on_loop(self._stages.fed(number))
         else:
             made = yield _Made(partial(self._cut, feed, number))
         return self._prepare_made(x, made, options)
 
     def _prepared(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
         inputs = StepInputs.prepare(self.parts, x, target, options)
-        if (stages := self._stages) is not None:
-            return RemoteStep(self.parts, inputs, self._tenancy, stages)
+        if self._stages is not None:
+            return RemoteStep(self.parts, inputs, self._tenancy, self._stages)
         return PreparedStep(self.parts, inputs, self._tenancy)
 
     def _cut(self, feed: Feed, number: int) -> CutInputs:
@@ -97,12 +99,6 @@ class Feeding:
     def back(self) -> None:
         """The steps that are not done will not be: the next one gets the mini-batch of the first of them."""
         self._begun = 0
-
-    @property
-    def _stages(self) -> RemoteStages | None:
-        stages = self._tenancy.stages
-        assert stages is None or isinstance(stages, RemoteStages)
-        return stages
 
     def _begin(self, target: Any) -> tuple[Feed, int]:
         feed = self.parts.options.feed

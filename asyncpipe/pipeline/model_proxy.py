@@ -10,10 +10,13 @@ from torch import nn
 
 from asyncpipe.errors import MoveError, OptionError, PipelineClosedError
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
+from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.torch_internals import parse_to
 from asyncpipe.pipeline.build import PipelineParts
-from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.pipeline.call import call
+from asyncpipe.pipeline.feeding import Feeding
+from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_stages import RemoteStages
 
 __all__ = ["OPTIMIZER", "ModelProxy"]
@@ -26,13 +29,45 @@ OPTIMIZER = "give the pipeline an optimizer= and use step()"
 
 
 class ModelProxy:
-    """Stands for the model of a pipeline, as far as no step is run."""
+    """Stands for the model of a pipeline, and is called as the model is."""
 
-    def __init__(self, parts: PipelineParts, pool: DevicePool, remote: RemoteStages | None) -> None:
+    def __init__(self, parts: PipelineParts, tenancy: Tenancy, feeding: Feeding, remote: RemoteStages | None) -> None:
         """``remote``: the stages, if they live in workers."""
         self._parts = parts
-        self._pool = pool
+        self._tenancy = tenancy
+        self._pool = tenancy.pool
+        self._feeding = feeding
         self._remote = remote
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, as part of the caller's autograd graph: ``loss_fn(pipe(x)).backward()`` trains.
+
+        Forward, recompute, backward and copies are tasks as in ``step``; the backward graph runs while the autograd
+        engine is in the caller's ``backward``. Gradients flow on to inputs that require them. ``torch.no_grad``,
+        ``inference_mode``, autocast and ``eval()`` do what they do to the model itself; nothing is recomputed in
+        evaluation mode. Blocks the calling thread. If the only argument is ``Microbatches``, the output is a list with
+        one entry for each. Outputs without dimensions are stacked, but a ``loss`` is one number, weighted as in
+        ``step``.
+
+        Raises ``BatchError`` before anything runs and ``TaskError`` if a task fails, here or from ``backward``; then
+        the gradients are what they were before. ``BackwardError`` says what autograd cannot do here: a second
+        backward without ``retain_graph``, double backward.
+        """
+        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
+        return call(self._parts, self._tenancy, Arguments(args, kwargs))
+
+    @property
+    def feed_step(self) -> int:
+        """The number that the feed gets for the next step that it makes a mini-batch for, from 0.
+
+        A step that fails or is cancelled does not count. Set it to go on from a snapshot.
+        """
+        return self._feeding.step
+
+    @feed_step.setter
+    def feed_step(self, number: int) -> None:
+        self._parts.check_between_steps()
+        self._feeding.step = number
 
     @property
     def module(self) -> nn.Module:

@@ -21,15 +21,13 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.feed import as_feed
-from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.sequential import all_to_first
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import PipelineParts, build, join_stages
-from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.device_notes import note_devices
 from asyncpipe.pipeline.feeding import Feeding
-from asyncpipe.pipeline.model_proxy import OPTIMIZER, ModelProxy
+from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.options import PipelineArguments
 from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
@@ -90,9 +88,8 @@ class Pipeline(ModelProxy):
                 "several stages of a traced model may take something of a mini-batch, which only this process knows; "
                 "leave feed out and give mini-batches to step, give a list of stages, or use workers='threads'"
             )
-        self._tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None, stages=stages)
-        self._feeding = Feeding(parts, self._tenancy)
-        super().__init__(parts, pool, stages)
+        tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None, stages=stages)
+        super().__init__(parts, tenancy, Feeding(parts, tenancy, stages), stages)
 
     # Steps
 
@@ -159,39 +156,9 @@ class Pipeline(ModelProxy):
         return run_steps(StepRun(self._parts, self._tenancy, self._feeding, step, ahead), batches)
 
     @property
-    def feed_step(self) -> int:
-        """The number that the feed gets for the next step that it makes a mini-batch for, from 0.
-
-        A step that fails or is cancelled does not count. Set it to go on from a snapshot.
-        """
-        return self._feeding.step
-
-    @feed_step.setter
-    def feed_step(self, number: int) -> None:
-        self._parts.check_between_steps()
-        self._feeding.step = number
-
-    @property
     def why_steps_wait(self) -> str | None:
         """Why training steps of ``steps`` would run one by one; ``None`` if they would overlap."""
         return why_alone(self._parts, self._tenancy, self.graph, training=True)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, as part of the caller's autograd graph: ``loss_fn(pipe(x)).backward()`` trains.
-
-        Forward, recompute, backward and copies are tasks as in ``step``; the backward graph runs while the autograd
-        engine is in the caller's ``backward``. Gradients flow on to inputs that require them. ``torch.no_grad``,
-        ``inference_mode``, autocast and ``eval()`` do what they do to the model itself; nothing is recomputed in
-        evaluation mode. Blocks the calling thread. If the only argument is ``Microbatches``, the output is a list with
-        one entry for each. Outputs without dimensions are stacked, but a ``loss`` is one number, weighted as in
-        ``step``.
-
-        Raises ``BatchError`` before anything runs and ``TaskError`` if a task fails, here or from ``backward``; then
-        the gradients are what they were before. ``BackwardError`` says what autograd cannot do here: a second
-        backward without ``retain_graph``, double backward.
-        """
-        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
-        return call(self._parts, self._tenancy, Arguments(args, kwargs))
 
     # Schedule
 

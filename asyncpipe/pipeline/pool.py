@@ -48,7 +48,7 @@ from asyncpipe.runtime.turn import Turn
 from asyncpipe.runtime.waits import Waiting, drive, drive_blocking
 from asyncpipe.runtime.watchdog import Watchdog
 
-__all__ = ["DevicePool", "StagesElsewhere", "Tenancy"]
+__all__ = ["DevicePool", "Tenancy"]
 
 _T = TypeVar("_T")
 
@@ -342,7 +342,7 @@ class Tenancy:
         self.tenant = tenant
         self.turn = Turn()
         """Held by who makes a step: steps of one pipeline run one after the other."""
-        self.stages = stages
+        self._stages = stages
         self._devices = devices
         self._own = own
         self._opened = False
@@ -429,15 +429,15 @@ class Tenancy:
 
     async def _drain(self) -> None:
         await self.pool.driver.drain(self.tenant)
-        if self.stages is not None:
-            await self.stages.unload()
+        if self._stages is not None:
+            await self._stages.unload()
         if self._own:
             await self.pool.drain()
 
     async def _admit(self) -> None:
         await self.pool.admit(self._devices)
-        if self.stages is not None:
-            await self.stages.load()
+        if self._stages is not None:
+            await self._stages.load()
         # Runs when the pipeline is closed, or garbage collected without being closed, or when the interpreter exits.
         self._finalizer = weakref.finalize(self, _leave, self.pool.driver, self.tenant)
 

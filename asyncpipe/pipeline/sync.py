@@ -6,11 +6,9 @@ from collections.abc import Generator, Iterable
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
-from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.pipeline.build import PipelineParts
-from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.feeding import Feeding
-from asyncpipe.pipeline.model_proxy import OPTIMIZER, ModelProxy
+from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.result import StepResult
@@ -41,10 +39,8 @@ class SyncPipeline(ModelProxy):
         remote: RemoteStages | None,
     ) -> None:
         """Made by ``Pipeline.sync``."""
-        super().__init__(parts, tenancy.pool, remote)
+        super().__init__(parts, tenancy, feeding, remote)
         self._pipeline = pipeline
-        self._tenancy = tenancy
-        self._feeding = feeding
 
     def __enter__(self) -> SyncPipeline:
         drive_blocking(self._tenancy.opened())
@@ -80,21 +76,6 @@ class SyncPipeline(ModelProxy):
         check_batches(batches, ahead, blocking=True)
         step = StepOptions(return_outputs, update, scaler)
         return run_steps_blocking(StepRun(self._parts, self._tenancy, self._feeding, step, ahead), batches)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, as ``Pipeline.__call__``."""
-        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
-        return call(self._parts, self._tenancy, Arguments(args, kwargs))
-
-    @property
-    def feed_step(self) -> int:
-        """The number of the next step that the feed makes a mini-batch for, as ``Pipeline.feed_step``."""
-        return self._feeding.step
-
-    @feed_step.setter
-    def feed_step(self, number: int) -> None:
-        self._parts.check_between_steps()
-        self._feeding.step = number
 
     def close(self) -> None:
         """Wait for steps under way, then end every thread, as ``Pipeline.aclose``. May be called again."""
