@@ -237,8 +237,7 @@ class DevicePool:
         """End the threads, when no step is under way. Blocks for a moment. May be called again."""
         if self._finalizer is not None and self._finalizer.alive:
             self._finalizer()
-            if self.workers is None:
-                self.threads.join()
+            self.driver.join()
             if self._portal is not None:
                 self._portal.join()
 
@@ -246,8 +245,7 @@ class DevicePool:
         self._open_driver()
 
     def _open_driver(self) -> None:
-        if self.workers is None:
-            self.threads.open()
+        self.driver.open()
         replace_torch_random()
         # Runs when the pool is closed, or garbage collected without being closed, or when the interpreter exits.
         ending = weakref.finalize(self, _end_threads, self.process, self.driver, self.workers, self._portal)
@@ -296,8 +294,7 @@ def _end_at_exit(ending: Callable[[], object], process: Process, driver: Driver)
 
 
 def _leave(driver: Driver | PartsDriver, tenant: Tenant) -> None:
-    if isinstance(driver, Driver):
-        driver.leave(tenant)
+    driver.leave(tenant)
     tenant.observers.close()
 
 

@@ -9,7 +9,7 @@ devices end one step, the next one is fetched, cut and handed to them, and the r
 
 Steps that cannot overlap run one by one, each as ``Pipeline.step``, between the results.
 
-``results`` decides what comes next, and only yields it: fetch a mini-batch, wait for a step, hand out a result.
+``results`` decides what comes next, and only yields it: something to wait for, or a result to hand out.
 ``run_steps`` and ``run_steps_blocking`` carry it out, for a coroutine and for a thread.
 
 A run of overlapping steps has one turn of the pipeline's gradients. Each update sets aside what it has left in the
@@ -227,11 +227,21 @@ class StepRun:
         self._parts.between_steps.owner = None
 
 
+_END = object()
+
+
+@dataclass(frozen=True, slots=True)
 class _Fetch:
-    """The next mini-batch is wanted; the answer is ``_END`` behind the last one."""
+    """Waits for the next mini-batch; ``_END`` behind the last one."""
 
+    source: Any
+    """An iterator, asynchronous for callers that await."""
 
-_FETCH, _END = _Fetch(), object()
+    async def awaited(self) -> Any:
+        return await anext(self.source, _END)
+
+    def wait(self) -> Any:
+        return next(self.source, _END)
 
 
 @dataclass(slots=True)
@@ -247,16 +257,17 @@ class _Due:
         return result
 
 
-_Next = Generator[_Fetch | _Due | Waits[Any], Any, None]
+_Next = Generator[_Due | Waits[Any], Any, None]
 
 
-def results(run: StepRun, *, blocking: bool) -> _Next:
-    """What comes next in a ``steps`` call."""
+def results(run: StepRun, source: Any, *, blocking: bool) -> _Next:
+    """What comes next in a ``steps`` call for the mini-batches of ``source``."""
     failed: Exception | None = None
+    fetch = _Fetch(source)
     try:
         while True:
             try:
-                value = yield _FETCH
+                value = yield fetch
                 if value is _END:
                     break
                 prepared = yield from run.prepare(value)
@@ -322,16 +333,14 @@ async def _each(batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[An
 
 async def run_steps(run: StepRun, batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[StepResult, None]:
     """The results of ``Pipeline.steps``."""
-    source, steps = _each(batches), results(run, blocking=False)
+    steps = results(run, _each(batches), blocking=False)
     value: Any = None
     error: BaseException | None = None
     while True:
         try:
             following = steps.send(value) if error is None else steps.throw(error)
             value = error = None
-            if isinstance(following, _Fetch):
-                value = await anext(source, _END)
-            elif isinstance(following, _Due):
+            if isinstance(following, _Due):
                 yield following.handed_out()
             else:
                 value = await following.awaited()
@@ -345,16 +354,14 @@ async def run_steps(run: StepRun, batches: Iterable[Any] | AsyncIterable[Any]) -
 
 def run_steps_blocking(run: StepRun, batches: Iterable[Any]) -> Generator[StepResult, None, None]:
     """The results of ``SyncPipeline.steps``."""
-    source, steps = iter(batches), results(run, blocking=True)
+    steps = results(run, iter(batches), blocking=True)
     value: Any = None
     error: BaseException | None = None
     while True:
         try:
             following = steps.send(value) if error is None else steps.throw(error)
             value = error = None
-            if isinstance(following, _Fetch):
-                value = next(source, _END)
-            elif isinstance(following, _Due):
+            if isinstance(following, _Due):
                 yield following.handed_out()
             else:
                 value = following.wait()

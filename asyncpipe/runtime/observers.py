@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Thread
+from typing import TypeVar
 
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import FailureCounter, Observer, StepRecord
@@ -30,7 +31,7 @@ __all__ = ["Observers"]
 
 _logger = logging.getLogger(__name__)
 
-_FAILED = "observer %r failed and is removed"
+_Told = TypeVar("_Told")
 
 SLOW = 0.1
 """Seconds on the loop after which an observer gets a thread of its own."""
@@ -72,11 +73,7 @@ class Observers:
         """Tell the observers that watch workers."""
         for observer in tuple(self.shown):
             if isinstance(observer, WorkerWatcher):
-                try:
-                    observer.worker_changed(change)
-                except Exception:
-                    _logger.exception(_FAILED, observer)
-                    self.remove(observer)
+                self.call(observer, observer.worker_changed, change)
 
     def close(self) -> None:
         """Let the threads end after the records that are queued. May be called again."""
@@ -90,23 +87,24 @@ class Observers:
 
     def _show_here(self, observer: Observer, record: StepRecord) -> None:
         before = time.perf_counter()
-        try:
-            observer.step_completed(record)
-        except Exception:
-            _logger.exception(_FAILED, observer)
-            self.remove(observer)
-            return
+        works = self.call(observer, observer.step_completed, record)
         seconds = time.perf_counter() - before
-        if seconds > SLOW:
+        if works and seconds > SLOW:
             _logger.warning("observer %r held up the loop for %.3g s; from now on it has a thread", observer, seconds)
             self._count("slow")
             self._threads[id(observer)] = _ObserverThread(observer, self)
 
-    def remove(self, observer: Observer) -> None:
-        """Remove ``observer``, which raised. From any thread."""
-        # By identity, because an observer may compare equal to others.
-        self.shown[:] = [other for other in self.shown if other is not observer]
-        self._count("raised")
+    def call(self, observer: Observer, method: Callable[[_Told], object], told: _Told) -> bool:
+        """Whether ``method`` of ``observer`` did not raise, which removes it. From any thread."""
+        try:
+            method(told)
+        except Exception:
+            _logger.exception("observer %r failed and is removed", observer)
+            # By identity, because an observer may compare equal to others.
+            self.shown[:] = [other for other in self.shown if other is not observer]
+            self._count("raised")
+            return False
+        return True
 
     def _count(self, reason: str) -> None:
         """Tell the observers that count failures of this one."""
@@ -152,11 +150,7 @@ class _ObserverThread:
 def _serve(queue: SimpleQueue[StepRecord | None], observer: Observer, owner: Observers) -> None:
     """The function of a slow observer's thread. Not a method: it must not keep an ``_ObserverThread`` alive."""
     while (record := queue.get()) is not None:
-        try:
-            observer.step_completed(record)
-        except Exception:
-            _logger.exception(_FAILED, observer)
-            owner.remove(observer)
+        if not owner.call(observer, observer.step_completed, record):
             return
         # An idle thread must not keep the last step alive.
         del record

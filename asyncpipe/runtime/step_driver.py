@@ -158,6 +158,17 @@ class StepDriver(ABC, Generic[_Step]):
     def close(self) -> None:
         """Refuse new steps, and cancel those under way. May be called again."""
 
+    # Of devices in this process
+
+    def open(self) -> None:
+        """Start what there is, on the running loop."""
+
+    def leave(self, tenant: Tenant) -> None:
+        """End the threads that only ``tenant`` uses, once they are done. From any thread."""
+
+    def join(self) -> None:
+        """Wait for the threads, after ``close``."""
+
     async def drain(self, tenant: Tenant | None = None) -> None:
         """Refuse new steps, and wait until those under way are over. With ``tenant``, only its steps."""
         self._refuse(tenant)

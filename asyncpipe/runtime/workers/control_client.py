@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import struct
 import time
 from collections import deque
@@ -18,13 +17,13 @@ from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.handshake import introduce, secret_for
-from asyncpipe.runtime.workers.launcher import Address, Invitation
+from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.lifeline import end_without_controller
 from asyncpipe.runtime.workers.main_module import MainModule
 from asyncpipe.runtime.workers.packed import Packed, pack, unpack
 from asyncpipe.runtime.workers.place import WorkerPlace
 from asyncpipe.runtime.workers.remote_errors import pack_error
-from asyncpipe.runtime.workers.tcp import connected_by_tcp
+from asyncpipe.runtime.workers.tcp import connect
 from asyncpipe.shared_memory import SharedViews
 
 __all__ = ["ControlClient"]
@@ -71,7 +70,7 @@ class ControlClient:
 
     async def _connect(self, invitation: Invitation) -> tuple[Channel, WorkerPlace]:
         async with asyncio.timeout(CONNECT_SECONDS):
-            connected = await _connected(invitation.address)
+            connected = await connect(invitation.address)
             await introduce(connected, invitation.secret, invitation.token)
         return Channel(connected, asyncio.get_running_loop(), self), WorkerPlace.of_this_process(connected)
 
@@ -225,12 +224,3 @@ class _Answers:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failures.append(error)
             self._arrived.set()
-
-
-async def _connected(address: Address) -> socket.socket:
-    if isinstance(address, tuple):
-        return await connected_by_tcp(address)
-    connected = socket.socket(socket.AF_UNIX)
-    connected.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(connected, address)
-    return connected

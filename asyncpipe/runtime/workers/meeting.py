@@ -30,7 +30,7 @@ from asyncpipe.runtime.workers.door import Door
 from asyncpipe.runtime.workers.entrance import Entrance
 from asyncpipe.runtime.workers.handshake import RefusedError, introduce, receive_values, send_values
 from asyncpipe.runtime.workers.launcher import Address
-from asyncpipe.runtime.workers.tcp import connected_by_tcp
+from asyncpipe.runtime.workers.tcp import connect
 
 __all__ = ["Pair", "meet"]
 
@@ -151,7 +151,7 @@ class _Meeting:
         address = self._addresses[pair[1]]
         while True:
             try:
-                return _connected_here(address) if isinstance(address, str) else await connected_by_tcp(address)
+                return await connect(address)
             except OSError as error:
                 failed = OSError(error.errno, os.strerror(error.errno or 0))
                 if not isinstance(address, str):
@@ -182,15 +182,3 @@ class _Meeting:
         pairs = [pair for pair in self._pairs if pair not in self._met]
         last = next((f"; the last try: {self._failures[pair]}" for pair in pairs if pair in self._failures), "")
         return EdgeError.not_there(self._me, pairs, self._timeout, last)
-
-
-def _connected_here(path: str) -> socket.socket:
-    """A Unix socket, which connects at once or not at all. The loop would take ``EAGAIN`` for a beginning."""
-    connected = socket.socket(socket.AF_UNIX)
-    try:
-        connected.setblocking(False)
-        connected.connect(path)
-    except BaseException:
-        connected.close()
-        raise
-    return connected

@@ -1,11 +1,13 @@
-"""TCP connections between workers, and to their controller."""
+"""Connections between workers, and to their controller: by Unix sockets on one machine, by TCP between machines."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 
-__all__ = ["GONE_SECONDS", "connected_by_tcp", "prepare"]
+from asyncpipe.runtime.workers.launcher import Address
+
+__all__ = ["GONE_SECONDS", "connect", "prepare"]
 
 GONE_SECONDS = 10
 """Without any sign of the other host, after which a connection breaks: its cable is pulled, or its power is gone."""
@@ -34,16 +36,21 @@ def prepare(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-async def connected_by_tcp(address: tuple[str, int]) -> socket.socket:
-    """A non-blocking connection to a host and a port, which are numbers or names. Raises ``OSError``."""
+async def connect(address: Address) -> socket.socket:
+    """A non-blocking connection to the path of a Unix socket, or to a host and a port. Raises ``OSError``."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, there = found[0]
-    connected = socket.socket(family, kind, protocol)
+    family: int = socket.AF_UNIX
+    there: object = address
+    if not isinstance(address, str):
+        family, _, _, _, there = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
+    connected = socket.socket(family)
     try:
         connected.setblocking(False)
         prepare(connected)
-        await loop.sock_connect(connected, there)
+        if isinstance(address, str):
+            connected.connect(address)  # At once or not at all. The loop would take ``EAGAIN`` for a beginning.
+        else:
+            await loop.sock_connect(connected, there)  # type: ignore[arg-type]
     except BaseException:
         connected.close()
         raise

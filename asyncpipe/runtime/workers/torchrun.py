@@ -34,7 +34,7 @@ from asyncpipe.errors import LauncherError, OptionError
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.workers.entrance import Entrance
 from asyncpipe.runtime.workers.handshake import TOKEN_BYTES, introduce, receive_values, send_values
-from asyncpipe.runtime.workers.tcp import connected_by_tcp
+from asyncpipe.runtime.workers.tcp import connect
 from asyncpipe.runtime.workers.worker_main import become_worker
 
 __all__ = ["Rendezvous", "Rank", "RankHere", "rendezvous", "serve_rank"]
@@ -258,7 +258,7 @@ async def _connected(own: Rank) -> socket.socket:
                     address, secret = ("127.0.0.1", int(values["port"])), bytes.fromhex(values["secret"])
                 else:
                     address = own.master_address, own.control_port
-                connected = await connected_by_tcp(address)
+                connected = await connect(address)
                 assert secret is not None
                 await introduce(connected, secret, own.rank.to_bytes(TOKEN_BYTES, "big"))
                 return connected
