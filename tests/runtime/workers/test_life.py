@@ -238,9 +238,9 @@ def test_a_group_that_is_not_closed_when_the_interpreter_ends_kills_its_workers(
     assert not any(map(is_there, pids))
 
 
-async def test_twenty_rounds_leave_no_file_and_no_thread(new_threads):
+async def test_rounds_leave_no_file_and_no_thread(new_threads):
     files = 0
-    for turn in range(20):
+    for turn in range(8):
         async with Recorded().group as group:
             (worker,) = await group.start("worker")
             if turn % 2:

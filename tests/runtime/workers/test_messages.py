@@ -32,54 +32,40 @@ LARGE = 64 << 20
 # Answers and errors
 
 
-async def test_what_a_worker_raises_is_raised_with_its_traceback():
-    async with Recorded().group as group:
-        (worker,) = await group.start("worker")
-        with pytest.raises(KeyError, match="missing") as raised:
-            await worker.ask(("fail", KeyError("missing")))
-        cause = raised.value.__cause__
-        assert isinstance(cause, RemoteError)
-        assert "in worker 'worker'" in str(cause)
-        assert "worker_entries.py" in cause.text
-        error = TaskError("F(0,1)", "F", 0, 1, "cpu:1", ValueError("in the stage"))
-        with pytest.raises(TaskError, match=r"F\(0,1\) failed") as raised:
-            await worker.ask(("fail", error))
-        assert isinstance(raised.value.__cause__, ValueError)
-        assert isinstance(raised.value.__cause__.__cause__, RemoteError)
-        assert "in the stage" in "".join(traceback.format_exception(raised.value))
-        assert await worker.ask(("echo", "it goes on")) == "it goes on"
+WRONG = [
+    (("fail", KeyError("missing")), KeyError, "missing"),
+    (("fail", TaskError("F(0,1)", "F", 0, 1, "cpu:1", ValueError("in the stage"))), TaskError, r"F\(0,1\) failed"),
+    (("fail_locally",), RemoteError, "LocalError: of a class that nobody can import"),
+    (("fail_unpicklably",), RemoteError, "TwoArgumentsError: 1 and 2"),
+    (("fail", StopIteration()), RemoteError, "StopIteration"),
+    (("unpicklable",), MessageError, "a function cannot be sent to another process"),
+    (("cancelled",), RuntimeError, "cancelled in the worker"),
+    (("no_such_deed",), AttributeError, "no_such_deed"),
+    (("echo", lambda: None), MessageError, r"a tuple cannot be sent .* must be importable from a module"),
+    (("echo", TwoArgumentsError(1, 2)), MessageError, "a message from another process cannot be unpickled"),
+]
 
 
-@pytest.mark.parametrize(
-    ("question", "raised", "text"),
-    [
-        (("fail_locally",), RemoteError, "LocalError: of a class that nobody can import"),
-        (("fail_unpicklably",), RemoteError, "TwoArgumentsError: 1 and 2"),
-        (("fail", StopIteration()), RemoteError, "StopIteration"),
-        (("unpicklable",), MessageError, "a function cannot be sent to another process"),
-        (("cancelled",), RuntimeError, "cancelled in the worker"),
-        (("no_such_deed",), AttributeError, "no_such_deed"),
-    ],
-)
-async def test_whatever_goes_wrong_with_an_answer_ends_the_question(question, raised, text):
-    async with Recorded().group as group:
-        (worker,) = await group.start("worker")
-        with pytest.raises(raised, match=text):
-            await worker.ask(question)
-        assert await worker.ask(("echo", "it goes on")) == "it goes on"
-
-
-async def test_what_cannot_be_pickled_or_unpickled_is_said_by_a_sentence():
+async def test_whatever_goes_wrong_with_an_answer_ends_the_question():
+    """What a worker raises is raised here, with the worker's traceback behind the last of its causes."""
     recorded = Recorded()
     async with recorded.group as group:
         (worker,) = await group.start("worker")
-        with pytest.raises(MessageError, match=r"a tuple cannot be sent .* must be importable from a module"):
-            worker.send(("echo", lambda: None))
+        errors = []
+        for question, raised, text in WRONG:
+            with pytest.raises(raised, match=text) as caught:
+                await worker.ask(question)
+            errors.append(caught.value)
+            assert await worker.ask(("echo", "it goes on")) == "it goes on"
         with pytest.raises(MessageError, match="must be importable"):
-            await worker.ask(("echo", lambda: None))
-        with pytest.raises(MessageError, match="a message from another process cannot be unpickled"):
-            await worker.ask(("echo", TwoArgumentsError(1, 2)))
-        assert await worker.ask(("echo", "it goes on")) == "it goes on"
+            worker.send(("echo", lambda: None))
+    missing, failed, *_ = errors
+    assert isinstance(missing.__cause__, RemoteError)
+    assert "in worker 'worker'" in str(missing.__cause__)
+    assert "worker_entries.py" in missing.__cause__.text
+    assert isinstance(failed.__cause__, ValueError)
+    assert isinstance(failed.__cause__.__cause__, RemoteError)
+    assert "in the stage" in "".join(traceback.format_exception(failed))
     assert recorded.heard == []
 
 
