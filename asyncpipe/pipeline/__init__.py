@@ -15,6 +15,7 @@ Start with ``pipeline.py``, then follow a step:
 ``model_proxy.py``                    the model's own methods on a pipeline
 ``pool.py``                           devices that several pipelines share
 ``workers.py``                        the worker processes of a pool
+``stages_here.py``                    what a pipeline asks of its stages besides steps, where they are in this process
 ``remote_stages.py``, ``remote_step.py``  stages in workers, as the controller sees them; one whole step there
 ``wire_messages.py``                  what controller and workers say to each other of a pipeline
 ``resident/``                         what runs in a worker

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from asyncpipe.errors import BatchError, OptionError
@@ -13,36 +11,28 @@ from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.model.feed import Feed, FromFeed
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.remote_step import RemoteStep
+from asyncpipe.pipeline.stages_here import StagesHere
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, CutInputs, StepInputs, StepOptions
 from asyncpipe.runtime.waits import Waiting
 
-__all__ = ["Feeding"]
+__all__ = ["Feeding", "Step"]
 
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A mini-batch that this process makes: in a thread, for a coroutine, or on the thread that waits for it."""
-
-    make: Callable[[], CutInputs]
-
-    async def awaited(self) -> CutInputs:
-        return await asyncio.to_thread(self.make)
-
-    def wait(self) -> CutInputs:
-        return self.make()
+Step = PreparedStep | RemoteStep
 
 
 class Feeding:
     """Prepares steps, with what the caller gives them or with what the feed makes. Steps are done in their order."""
 
-    def __init__(self, parts: PipelineParts, tenancy: Tenancy, stages: RemoteStages | None) -> None:
-        """``stages`` are those in workers, if they live there."""
+    def __init__(
+        self, parts: PipelineParts, tenancy: Tenancy, stages: StagesHere, make: Callable[[StepInputs, Tenancy], Step]
+    ) -> None:
+        """``stages`` have what the feed makes; ``make`` makes a step of theirs."""
         self.parts = parts
         self._tenancy = tenancy
         self._stages = stages
+        self._make = make
         self._next = 0
         self._begun = 0
         """Steps from the feed that are prepared and not done."""
@@ -58,39 +48,30 @@ class Feeding:
             raise OptionError(f"feed_step must be an integer of at least 0, got {number!r}")
         self._next = number
 
-    def prepare(self, x: Any, target: Any, options: StepOptions) -> Waiting[PreparedStep | RemoteStep]:
+    def prepare(self, x: Any, target: Any, options: StepOptions) -> Waiting[Step]:
         """A step whose mini-batch is checked and cut. Waits for the feed.
 
         Raises ``BatchError`` or ``OptionError``, and what the feed's function raises; then nothing has changed.
         """
         if not isinstance(x, FromFeed):
             return self._prepared(x, target, options)
-        feed, number = self._begin(target)
+        number = self._begin(target)
         # Drawn before the feed is waited for: who draws from the same generator goes on meanwhile.
         options = replace(options, seed=draw_step_seed(self.parts.options.generator))
-        if self._stages is not None:
-            made = yield from self._tenancy.pool.on_loop(self._stages.fed(number))
-        else:
-            made = yield _Made(partial(self._cut, feed, number))
+        made = yield from self._stages.made(number)
         return self._prepare_made(x, made, options)
 
-    def _prepared(self, x: Any, target: Any, options: StepOptions) -> PreparedStep | RemoteStep:
-        inputs = StepInputs.prepare(self.parts, x, target, options)
-        if self._stages is not None:
-            return RemoteStep(self.parts, inputs, self._tenancy, self._stages)
-        return PreparedStep(self.parts, inputs, self._tenancy)
+    def _prepared(self, x: Any, target: Any, options: StepOptions) -> Step:
+        return self._make(StepInputs.prepare(self.parts, x, target, options), self._tenancy)
 
-    def _cut(self, feed: Feed, number: int) -> CutInputs:
-        return CutInputs.of(self.parts, *feed.batch(number), has_loss=True)
-
-    def _prepare_made(self, x: FromFeed, made: CutInputs, options: StepOptions) -> PreparedStep | RemoteStep:
+    def _prepare_made(self, x: FromFeed, made: CutInputs, options: StepOptions) -> Step:
         if len(x) not in (0, sum(made.sizes)):
             raise BatchError(
                 f"{self.parts.options.feed} makes a mini-batch of {sum(made.sizes)} samples, where {len(x)} are wanted"
             )
         return self._prepared(made, NO_TARGET, replace(options, is_fed=True))
 
-    def done(self, step: PreparedStep | RemoteStep) -> None:
+    def done(self, step: Step) -> None:
         """The oldest step is done."""
         if step.inputs.options.is_fed:
             self._next += 1
@@ -100,12 +81,11 @@ class Feeding:
         """The steps that are not done will not be: the next one gets the mini-batch of the first of them."""
         self._begun = 0
 
-    def _begin(self, target: Any) -> tuple[Feed, int]:
-        feed = self.parts.options.feed
-        if not isinstance(feed, Feed):
+    def _begin(self, target: Any) -> int:
+        if not isinstance(self.parts.options.feed, Feed):
             raise OptionError("a step without a mini-batch needs a feed: give step(x, target), or the pipeline a feed=")
         if not (target is NO_TARGET or isinstance(target, FromFeed)):
             raise OptionError("a target was given without x; leave both to the feed, or give both")
         self._tenancy.check()
         self._begun += 1
-        return feed, self._next + self._begun - 1
+        return self._next + self._begun - 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 from torch import nn
 
-from asyncpipe.errors import MoveError, OptionError, PipelineClosedError
-from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
+from asyncpipe.errors import MoveError, OptionError
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.torch_internals import parse_to
@@ -18,11 +17,9 @@ from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_stages import RemoteStages
+from asyncpipe.pipeline.stages_here import StagesHere
 
 __all__ = ["OPTIMIZER", "ModelProxy"]
-
-_Parameters = ParamSpec("_Parameters")
-_Answer = TypeVar("_Answer")
 
 OPTIMIZER = "give the pipeline an optimizer= and use step()"
 """In the place of an optimizer of the caller's own."""
@@ -31,13 +28,13 @@ OPTIMIZER = "give the pipeline an optimizer= and use step()"
 class ModelProxy:
     """Stands for the model of a pipeline, and is called as the model is."""
 
-    def __init__(self, parts: PipelineParts, tenancy: Tenancy, feeding: Feeding, remote: RemoteStages | None) -> None:
-        """``remote``: the stages, if they live in workers."""
+    def __init__(self, parts: PipelineParts, tenancy: Tenancy, feeding: Feeding, stages: StagesHere) -> None:
+        """``stages`` are those of this process, or ``RemoteStages``."""
         self._parts = parts
         self._tenancy = tenancy
         self._pool = tenancy.pool
         self._feeding = feeding
-        self._remote = remote
+        self._backend = stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as part of the caller's autograd graph: ``loss_fn(pipe(x)).backward()`` trains.
@@ -53,7 +50,7 @@ class ModelProxy:
         the gradients are what they were before. ``BackwardError`` says what autograd cannot do here: a second
         backward without ``retain_graph``, double backward.
         """
-        self._refuse_in_workers("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
+        self._backend.refuse("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
         return call(self._parts, self._tenancy, Arguments(args, kwargs))
 
     @property
@@ -104,37 +101,14 @@ class ModelProxy:
         if not stays:
             raise MoveError("a pipeline's stages stay on their devices; to() takes a dtype alone")
         self._parts.check_between_steps()
-        self._refuse_in_workers("to()", "cast the model before you give it to the pipeline, or in its StageFactory")
+        self._backend.refuse("to()", "cast the model before you give it to the pipeline, or in its StageFactory")
         self.module.to(dtype)
         return self
-
-    def _refuse_in_workers(self, what: str, instead: str) -> None:
-        """Raise ``OptionError`` if the stages live in workers; ``what`` needs them in this process."""
-        if self._remote is not None:
-            raise OptionError(
-                f"{what} needs the stages in this process, and they live in workers; {instead}, or use "
-                "workers='threads'"
-            )
 
     @property
     def remote(self) -> RemoteStages | None:
         """The stages in workers, if they live there."""
-        return self._remote
-
-    def ask_workers(
-        self,
-        ask: Callable[_Parameters, Coroutine[Any, Any, _Answer]],
-        *args: _Parameters.args,
-        **options: _Parameters.kwargs,
-    ) -> _Answer:
-        """The result of ``ask``, a method of ``remote``. Blocks the calling thread until the workers have answered."""
-        self._pool.check()
-        return self._pool.call(ask(*args, **options))
-
-    @property
-    def _away(self) -> RemoteStages | None:
-        """Who has the values of the model, if this process has not. ``PipelineClosedError`` if nobody has them."""
-        return self._remote if self._remote is not None and self._remote.has_left else None
+        return self._backend if isinstance(self._backend, RemoteStages) else None
 
     def cuda(self, *_: Any) -> NoReturn:
         """Raises ``MoveError``."""
@@ -158,12 +132,12 @@ class ModelProxy:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's parameters, for an optimizer; ``OptionError`` if they are in workers."""
-        self._refuse_in_workers("parameters()", OPTIMIZER)
+        self._backend.refuse("parameters()", OPTIMIZER)
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters under the unsplit model's names; as ``parameters``."""
-        self._refuse_in_workers("named_parameters()", OPTIMIZER)
+        self._backend.refuse("named_parameters()", OPTIMIZER)
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,17 +148,12 @@ class ModelProxy:
         workers, ``PipelineClosedError`` after closing, and for a ``StageFactory`` before opening.
         """
         self._parts.check_between_steps()
-        if (away := self._away) is not None:
-            return self.ask_workers(away.state)
-        return self.module.state_dict()
+        return self._backend.values.state()
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Load a state with the unsplit model's keys, from any device."""
         self._parts.check_between_steps()
-        if (away := self._away) is None:
-            self.module.load_state_dict(state, strict=strict)
-        else:
-            self.ask_workers(away.load_state, state, strict=strict)
+        self._backend.values.load_state(state, strict=strict)
 
     def save_pretrained(self, folder: str | PathLike[str], **options: Any) -> None:
         """Write a model of transformers, or the adapters of a ``PeftModel``, so that ``from_pretrained`` reads it.
@@ -207,18 +176,9 @@ class ModelProxy:
         Tensors are where ``state_dict`` has those of the model; it raises as that.
         """
         self._parts.check_between_steps()
-        if (away := self._away) is not None:
-            return self.ask_workers(away.optimizer_states)
-        return optimizer_states(self._parts.resources.optimizers.values(), self.module)
+        return self._backend.values.optimizer_states()
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the pipeline's own optimizers copies of what ``optimizer_states`` returned, from any device."""
         self._parts.check_between_steps()
-        if (away := self._away) is not None:
-            self.ask_workers(away.load_optimizer_states, states)
-        elif self._remote is not None:
-            raise PipelineClosedError(
-                "optimizers are made in the workers when the pipeline opens; use 'async with' first"
-            )
-        else:
-            load_optimizer_states(self._parts.resources.optimizers.values(), self.module, states)
+        self._backend.values.load_optimizer_states(states)

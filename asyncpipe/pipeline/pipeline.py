@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,12 +21,11 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.feed import as_feed
-from asyncpipe.ops.model.sequential import all_to_first
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.build import PipelineParts, build, join_stages
 from asyncpipe.pipeline.device_notes import note_devices
-from asyncpipe.pipeline.feeding import Feeding
+from asyncpipe.pipeline.feeding import Feeding, Step
 from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.options import PipelineArguments
 from asyncpipe.pipeline.overlap import why_alone
@@ -34,8 +33,11 @@ from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.pool_options import takes
 from asyncpipe.pipeline.profiling import resolve_auto
 from asyncpipe.pipeline.remote_stages import RemoteStages
+from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
+from asyncpipe.pipeline.stages_here import StagesHere
+from asyncpipe.pipeline.step import PreparedStep
+from asyncpipe.pipeline.step_inputs import NO_TARGET, StepInputs, StepOptions
 from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, one_step, run_steps
 from asyncpipe.pipeline.sync import SyncPipeline
 from asyncpipe.runtime.observers import Observers
@@ -82,14 +84,16 @@ class Pipeline(ModelProxy):
         self._arguments = arguments if parts.factory is None else replace(arguments, model=parts.staged)
         physical = set() if pool.on_hosts else {device.physical for device in self.devices}
         tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
-        stages = None if pool.workers is None else RemoteStages(parts, self.devices, tenant, pool.workers)
-        if stages is not None and arguments.feed is not None and parts.takes is not all_to_first:
-            raise OptionError(
-                "several stages of a traced model may take something of a mini-batch, which only this process knows; "
-                "leave feed out and give mini-batches to step, give a list of stages, or use workers='threads'"
-            )
-        tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None, stages=stages)
-        super().__init__(parts, tenancy, Feeding(parts, tenancy, stages), stages)
+        make: Callable[[StepInputs, Tenancy], Step]
+        if pool.workers is None:
+            stages, remote, make = StagesHere(parts), None, partial(PreparedStep, parts)
+        else:
+            stages = remote = RemoteStages(parts, self.devices, tenant, pool)
+            make = partial(RemoteStep, parts, stages=remote)
+        if arguments.feed is not None:
+            stages.check_feed()
+        tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None, stages=remote)
+        super().__init__(parts, tenancy, Feeding(parts, tenancy, stages, make), stages)
 
     # Steps
 
@@ -190,8 +194,7 @@ class Pipeline(ModelProxy):
         """
         self._parts.graphs.change(find_schedule(schedule, order=order), self.microbatches, self.checkpoint)
         self._arguments = replace(self._arguments, schedule=schedule, order=order)
-        if self._remote is not None and self._pool.is_open:
-            self.ask_workers(self._remote.change_schedule)
+        self._backend.change_schedule()
 
     def change_share(self, share: Share) -> None:
         """Have ``share`` of the pool's devices from the next step on.
@@ -200,18 +203,14 @@ class Pipeline(ModelProxy):
         """
         if share.job != self._tenancy.tenant.share.job:
             raise OptionError(f"the share is that of job {share.job!r}, not of {self._tenancy.tenant.share.job!r}")
-        if self._remote is not None:
-            raise OptionError("stages in workers keep the share with which the pipeline was loaded")
+        self._backend.check_share()
         self._tenancy.tenant.share = share
         self._arguments = replace(self._arguments, share=share)
 
     @property
     def compiled(self) -> tuple[CompiledStage, ...]:
         """What was compiled of the stages so far, in their order; nothing of stages that no step has called yet."""
-        if self._remote is not None:
-            return compiled_stages(self._remote.compilations)
-        compilers = [stage.compiler for stage in self.stages if stage.compiler is not None]
-        return compiled_stages(each for compiler in compilers for each in tuple(compiler.compilations))
+        return compiled_stages(self._backend.compilations)
 
     # Opening and closing
 
@@ -231,7 +230,7 @@ class Pipeline(ModelProxy):
 
     def sync(self) -> SyncPipeline:
         """The same pipeline for callers without ``await``; it also works where a loop already runs."""
-        return SyncPipeline(self, self._parts, self._tenancy, self._feeding, self._remote)
+        return SyncPipeline(self, self._parts, self._tenancy, self._feeding, self._backend)
 
     # Copies
 
@@ -240,7 +239,7 @@ class Pipeline(ModelProxy):
 
         Raises ``OptionError`` if the stages live in workers.
         """
-        self._refuse_in_workers("a copy of the pipeline", "copy state_dict() and optimizer_states()")
+        self._backend.refuse("a copy of the pipeline", "copy state_dict() and optimizer_states()")
         optimizers = {stage: optimizer.state_dict() for stage, optimizer in self.optimizers.items()}
         return {"arguments": self._arguments.for_copy(), "optimizers": optimizers}
 
@@ -253,7 +252,7 @@ class Pipeline(ModelProxy):
     @property
     def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
         """The optimizers of the stages, if the pipeline updates them. ``OptionError`` if these live in workers."""
-        self._refuse_in_workers("optimizers", "use optimizer_states(), and step(learning_rate=)")
+        self._backend.refuse("optimizers", "use optimizer_states(), and step(learning_rate=)")
         return self._parts.resources.optimizers
 
     @property

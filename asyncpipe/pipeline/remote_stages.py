@@ -5,39 +5,45 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from pickle import PickleBuffer
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.records.compilations import Compilation
-from asyncpipe.errors import BatchError, EdgeError, PipelineClosedError, StateDictError, WorkerLostError
+from asyncpipe.errors import BatchError, EdgeError, OptionError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, to_buffers, to_wire
 from asyncpipe.ops.execute.stage_files import StoredStages
+from asyncpipe.ops.model.sequential import all_to_first
 from asyncpipe.ops.model.shipping import NamedState, forget_values, refuse_what_trains, ship_model, state_names
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.edge_paths import EdgePaths
 from asyncpipe.pipeline.options import PipelineOptions
+from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.pipeline.stages_here import StagesHere, StagesToCome
 from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepWork
 from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Scalars
-from asyncpipe.pipeline.workers import Workers, check_transport
+from asyncpipe.pipeline.workers import check_transport
 from asyncpipe.runtime.part_messages import Call
 from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver
 from asyncpipe.runtime.parts_execution import PartsExecution, PlacedPipeline
 from asyncpipe.runtime.step_driver import Tenant
+from asyncpipe.runtime.waits import Waiting
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.packed import pack
 from asyncpipe.shared_memory import Place
 
 __all__ = ["PreparedWork", "RemoteStages"]
+
+_T = TypeVar("_T")
 
 
 class PreparedWork(NamedTuple):
@@ -51,19 +57,20 @@ class PreparedWork(NamedTuple):
 _USUAL_SETTINGS = ProcessSettings()
 
 
-class RemoteStages:
-    """Used on the pool's loop, but for ``work``, which the caller's thread calls."""
+class RemoteStages(StagesHere):
+    """Coroutines are for the pool's loop, everything else for the caller's thread, unless it says otherwise."""
 
-    def __init__(self, parts: PipelineParts, devices: Sequence[Device], tenant: Tenant, workers: Workers) -> None:
+    def __init__(self, parts: PipelineParts, devices: Sequence[Device], tenant: Tenant, pool: DevicePool) -> None:
         """``devices`` are those of the workers; in ``parts`` all of them are elsewhere.
 
         Raises ``OptionError`` for functions that would have copies of parameters in workers.
         """
         _refuse_parameters(parts.options)
-        self._parts = parts
+        super().__init__(parts)
+        assert pool.workers is not None
+        self._pool, self._workers = pool, (workers := pool.workers)
         self._devices = devices
         self._tenant = tenant
-        self._workers = workers
         self._number = workers.new_pipeline()
         self._placed: PlacedPipeline | None = None
         """Once it is loaded."""
@@ -229,11 +236,14 @@ class RemoteStages:
             work[name] = to_buffers(part, "the mini-batch")
         return PreparedWork(work, _flags(self._parts.module))
 
-    async def fed(self, number: int) -> CutInputs:
+    def made(self, number: int) -> Waiting[CutInputs]:
         """Have the workers of the first and the last stage make a mini-batch, and then begin with the next one.
 
         Raises ``BatchError`` if it is not the same in both, and what the feed raises.
         """
+        return self._pool.on_loop(self._fed(number))
+
+    async def _fed(self, number: int) -> CutInputs:
         if number not in self._fetches:
             self._fetch(number)
         made = self._fetches[number]
@@ -314,12 +324,24 @@ class RemoteStages:
         """What the workers have told of compiling, at the end of each step. From any thread."""
         return [] if self._placed is None else tuple(self._placed.compilations)
 
-    @property
-    def has_left(self) -> bool:
-        """Whether the values have been sent to the workers, or were made there. From any thread.
+    def refuse(self, what: str, instead: str) -> None:
+        raise OptionError(
+            f"{what} needs the stages in this process, and they live in workers; {instead}, or use workers='threads'"
+        )
 
-        Raises ``PipelineClosedError`` if they are nowhere: not made yet, or gone with the pipeline.
-        """
+    def check_feed(self) -> None:
+        if self._parts.takes is not all_to_first:
+            raise OptionError(
+                "several stages of a traced model may take something of a mini-batch, which only this process knows; "
+                "leave feed out and give mini-batches to step, give a list of stages, or use workers='threads'"
+            )
+
+    def check_share(self) -> None:
+        raise OptionError("stages in workers keep the share with which the pipeline was loaded")
+
+    @property
+    def values(self) -> StagesHere:
+        """The workers, once the values have been sent there, or were made there."""
         if self._placed is None and self._parts.factory is not None:
             raise PipelineClosedError(
                 f"{self._parts.factory} makes the stages in the workers when the pipeline opens; use 'async with' first"
@@ -329,20 +351,25 @@ class RemoteStages:
                 "the pipeline is closed, and its stages with all they held have ended in the workers; take its state "
                 "before it closes"
             )
-        return self._placed is not None
+        return StagesToCome(self._parts) if self._placed is None else self
 
-    async def state(self) -> dict[str, Any]:
-        """The state of the unsplit model, with its names in its order."""
-        found = await self._gathered("states.model")
+    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run it on the pool's loop."""
+        if not self._pool.is_open:
+            coroutine.close()
+        self._pool.check()
+        return self._pool.call(coroutine)
+
+    def state(self) -> dict[str, Any]:
+        found = self._call(self._gathered("states.model"))
         state = self._parts.module.state_dict()
         for name, named in self._names.items():
             state[name] = found[named.first]
         return state
 
-    async def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a state of the unsplit model."""
+    def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         self._check_state(state, strict=strict)
-        await self._put("states.load_model", state)
+        self._call(self._put("states.load_model", state))
 
     def _check_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         known = self._parts.module.state_dict()
@@ -354,14 +381,12 @@ class RemoteStages:
             if name in state and shape != getattr(value, "shape", None):
                 raise StateDictError(f"{name!r} has the shape {shape} in the state, and {value.shape} in the model")
 
-    async def optimizer_states(self) -> dict[str, dict[str, Any]]:
-        """What the optimizers remember, by name of the parameter."""
-        found = await self._gathered("states.optimizers")
+    def optimizer_states(self) -> dict[str, dict[str, Any]]:
+        found = self._call(self._gathered("states.optimizers"))
         return {name: found[name] for name, _ in self._parts.module.named_parameters() if name in found}
 
-    async def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give the optimizers what to remember, by name of the parameter."""
-        await self._put("states.load_optimizers", states)
+    def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        self._call(self._put("states.load_optimizers", states))
 
     async def _put(self, method: str, state: Mapping[str, Any]) -> None:
         """Give each worker what concerns it."""
@@ -372,22 +397,22 @@ class RemoteStages:
             messages[worker] = pack(Call(self._number, method, (to_buffers(own, "the state"),)))
         await asyncio.gather(*[self._connections[worker].ask(message) for worker, message in messages.items()])
 
-    async def copy_stages(self) -> None:
+    def copy_stages(self) -> None:
         """Have each worker copy the states of its stages."""
-        await self._ask_all("states.copy")
+        self._call(self._ask_all("states.copy"))
 
-    async def write_copies(self, folder: Path) -> dict[str, str]:
+    def write_copies(self, folder: Path) -> dict[str, str]:
         """Have each worker write its copies; the SHA-256 of each file, by name. Nobody writes any more when it ends."""
-        answers = await self._ask_all("states.write_copies", folder, raises=False)
+        answers = self._call(self._ask_all("states.write_copies", folder, raises=False))
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if errors:
             raise errors[0]
         return {name: sha256 for answer in answers for name, sha256 in answer.items()}
 
-    async def read_stages(self, stored: StoredStages, state: Mapping[str, Any]) -> None:
+    def read_stages(self, stored: StoredStages, state: Mapping[str, Any]) -> None:
         """Have each worker read what it needs. ``state`` is that of the unsplit model in the same files."""
         self._check_state(state, strict=True)
-        await self._ask_all("states.read", stored)
+        self._call(self._ask_all("states.read", stored))
 
     async def _gathered(self, method: str) -> dict[str, Any]:
         """What the workers have. One is asked at a time."""
@@ -396,10 +421,9 @@ class RemoteStages:
             found.update(from_buffers(await connection.ask(Call(self._number, method))))
         return found
 
-    async def change_schedule(self) -> None:
-        """Have the workers follow the schedule that the controller follows now."""
-        if self._is_loaded:
-            await self._ask_all("change_schedule", to_wire(self._parts.graphs.schedule, "the schedule"))
+    def change_schedule(self) -> None:
+        if self._is_loaded and self._pool.is_open:
+            self._call(self._ask_all("change_schedule", to_wire(self._parts.graphs.schedule, "the schedule")))
 
 
 async def _all_answer(asked: Iterable[asyncio.Future[Any]]) -> None:

@@ -30,12 +30,10 @@ from asyncpipe.errors import ArgumentTypeError, BatchError, NestedWaitError, Opt
 from asyncpipe.ops.model.feed import FromFeed
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.pipeline.build import PipelineParts
-from asyncpipe.pipeline.feeding import Feeding
+from asyncpipe.pipeline.feeding import Feeding, Step
 from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
-from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.runtime.line import Line
 from asyncpipe.runtime.portal import Ended, PortalCall
@@ -84,9 +82,6 @@ def _as_batch(value: Any) -> Batch:
     )
 
 
-_Step = PreparedStep | RemoteStep
-
-
 def one_step(
     tenancy: Tenancy, feeding: Feeding, x: Any, target: Any, options: StepOptions, *, blocking: bool
 ) -> Waiting[StepResult]:
@@ -120,14 +115,14 @@ class StepRun:
         self.tenancy = tenancy
         self._options = options
         self._line: Line[Any] = Line()
-        self.under_way: deque[tuple[_Step, PortalCall[Any]]] = deque()
+        self.under_way: deque[tuple[Step, PortalCall[Any]]] = deque()
 
-    def prepare(self, value: Any) -> Waiting[_Step]:
+    def prepare(self, value: Any) -> Waiting[Step]:
         """Check and cut a mini-batch."""
         x, target, learning_rate = _as_batch(value)
         return self.feeding.prepare(x, target, replace(self._options, learning_rate=learning_rate))
 
-    def alone(self, step: _Step) -> Waiting[StepResult]:
+    def alone(self, step: Step) -> Waiting[StepResult]:
         """Run ``step`` from its begin to its end, while no other is under way."""
         self.check()
         result = yield from step.run()
@@ -138,20 +133,20 @@ class StepRun:
         """Raise ``OverlapError`` while other steps overlap; not to be called while one of this run is under way."""
         self._parts.check_between_steps()
 
-    def overlaps(self, step: _Step) -> bool:
+    def overlaps(self, step: Step) -> bool:
         """Whether ``step`` may be under way together with others: all that it leaves behind is made by its tasks."""
         inputs = step.inputs
         if self.ahead == 0 or (inputs.training and inputs.options.scaler is not None):
             return False
         return why_alone(self._parts, self.tenancy, step.graph, training=inputs.training) is None
 
-    def joins(self, step: _Step) -> bool:
+    def joins(self, step: Step) -> bool:
         """Whether ``step`` may begin now, behind those that are under way."""
         if not self.under_way:
             return True
         return self.overlaps(step) and self.under_way[0][0].inputs.training == step.inputs.training
 
-    def start(self, step: _Step) -> None:
+    def start(self, step: Step) -> None:
         """Begin ``step``, behind those that are under way."""
         if not self.under_way:
             self.check()

@@ -10,8 +10,8 @@ from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
-from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.result import StepResult
+from asyncpipe.pipeline.stages_here import StagesHere
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, one_step, run_steps_blocking
 from asyncpipe.runtime.waits import drive_blocking
@@ -36,10 +36,10 @@ class SyncPipeline(ModelProxy):
         parts: PipelineParts,
         tenancy: Tenancy,
         feeding: Feeding,
-        remote: RemoteStages | None,
+        stages: StagesHere,
     ) -> None:
         """Made by ``Pipeline.sync``."""
-        super().__init__(parts, tenancy, feeding, remote)
+        super().__init__(parts, tenancy, feeding, stages)
         self._pipeline = pipeline
 
     def __enter__(self) -> SyncPipeline:

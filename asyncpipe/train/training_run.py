@@ -368,7 +368,7 @@ class TrainingRun:
         own: dict[str, Resumable] = {"model": pipe, "optimizer": optimizer}
         stages = None
         if pipe.remote is not None and staged is not None:
-            own, stages = {}, StagesInWorkers(pipe, pipe.remote, staged)
+            own, stages = {}, StagesInWorkers(pipe.remote, staged)
             snapshots.leave_to(stages)
         states = named_states(own, workload.states, RunState(self._meter, batches), job)
         await self._restore(pipe, states, stages, snapshots)

@@ -175,11 +175,11 @@ async def test_a_run_with_a_feed_goes_on_at_its_step(tmp_path, pool):
 async def test_a_worker_that_is_lost_while_it_writes_leaves_nothing_of_that_snapshot(tmp_path, pool, monkeypatch):
     write, left = RemoteStages.write_copies, [1]
 
-    async def lose(self: RemoteStages, folder: Path) -> dict[str, str]:
+    def lose(self: RemoteStages, folder: Path) -> dict[str, str]:
         if not left:
             os.kill(pool.workers.up["b"].pid, signal.SIGKILL)
         left.clear()
-        return await write(self, folder)
+        return write(self, folder)
 
     whole_run = await run(job_of(tmp_path / "whole"), None)
     told, job = Told(), job_of(tmp_path / "lost", every=2)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncpipe.ops.execute.stage_files import StoredStages
-from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.train.adamw import StagedAdamW
 from asyncpipe.train.snapshots.format import BY_STAGE, NAMES, Snapshot
@@ -18,21 +17,20 @@ __all__ = ["StagesInWorkers"]
 
 
 class StagesInWorkers:
-    """Those of ``pipe``, which has ``stages`` in workers and this optimizer. Blocks; not for the loop's thread."""
+    """Those of a pipeline with ``stages`` in workers and this optimizer. Blocks; not for the loop's thread."""
 
-    def __init__(self, pipe: ModelProxy, stages: RemoteStages, optimizer: StagedAdamW) -> None:
-        self._pipe = pipe
+    def __init__(self, stages: RemoteStages, optimizer: StagedAdamW) -> None:
         self._stages = stages
         self._optimizer = optimizer
 
     def copy(self) -> dict[str, Any]:
         """Copy what each worker has, for ``write``; returns the rest of the optimizer's state. Between two steps."""
-        self._pipe.ask_workers(self._stages.copy_stages)
+        self._stages.copy_stages()
         return {**self._optimizer.settings_dict(), NAMES: self._optimizer.names()}
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write the copies to files in ``folder``; their checksums. Steps may go on meanwhile."""
-        return self._pipe.ask_workers(self._stages.write_copies, folder.absolute())
+        return self._stages.write_copies(folder.absolute())
 
     def read(self, snapshot: Snapshot) -> None:
         """Go on from ``snapshot``, of whatever layout, whose tensors are mapped."""
@@ -42,4 +40,4 @@ class StagesInWorkers:
             stored = StoredStages(model, optimizer[1:])
         else:
             stored = StoredStages(model, (), optimizer[0], self._optimizer.names())
-        self._pipe.ask_workers(self._stages.read_stages, stored, snapshot.states["model"])
+        self._stages.read_stages(stored, snapshot.states["model"])

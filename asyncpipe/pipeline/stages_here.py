@@ -1,0 +1,99 @@
+"""The two backends of a pipeline, besides its steps: ``StagesHere`` in this process, and ``RemoteStages`` in workers.
+
+Who asks a backend does not ask which it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from asyncpipe.core.records.compilations import Compilation
+from asyncpipe.errors import PipelineClosedError
+from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
+from asyncpipe.ops.model.feed import Feed
+from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.step_inputs import CutInputs
+from asyncpipe.runtime.waits import Waiting
+
+__all__ = ["StagesHere", "StagesToCome"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A mini-batch that this process makes: in a thread, for a coroutine, or on the thread that waits for it."""
+
+    make: Callable[[], CutInputs]
+
+    async def awaited(self) -> CutInputs:
+        return await asyncio.to_thread(self.make)
+
+    def wait(self) -> CutInputs:
+        return self.make()
+
+
+class StagesHere:
+    """Stages in this process. Blocks; not for the pool's thread."""
+
+    def __init__(self, parts: PipelineParts) -> None:
+        self._parts = parts
+
+    def refuse(self, what: str, instead: str) -> None:
+        """Raise ``OptionError`` where ``what`` needs the stages in this process, and they are in workers."""
+
+    def check_feed(self) -> None:
+        """Raise ``OptionError`` if the feed cannot make mini-batches where the stages are."""
+
+    def check_share(self) -> None:
+        """Raise ``OptionError`` if the share of the devices cannot be changed any more."""
+
+    def change_schedule(self) -> None:
+        """Follow the schedule that ``parts`` have now."""
+
+    def made(self, number: int) -> Waiting[CutInputs]:
+        """The mini-batch that the feed makes for step ``number``. Raises what the feed raises."""
+        return (yield _Made(partial(self._cut, number)))  # type: ignore[no-any-return]
+
+    def _cut(self, number: int) -> CutInputs:
+        feed = self._parts.options.feed
+        assert isinstance(feed, Feed)
+        return CutInputs.of(self._parts, *feed.batch(number), has_loss=True)
+
+    @property
+    def compilations(self) -> Iterable[Compilation]:
+        """What was compiled of the stages so far."""
+        compilers = [stage.compiler for stage in self._parts.resources.stages if stage.compiler is not None]
+        return [each for compiler in compilers for each in tuple(compiler.compilations)]
+
+    # Values
+
+    @property
+    def values(self) -> StagesHere:
+        """Who has the values of model and optimizers now. Raises ``PipelineClosedError`` if they are nowhere."""
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """The state of the unsplit model, with its names in its order."""
+        return self._parts.module.state_dict()
+
+    def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load a state of the unsplit model."""
+        self._parts.module.load_state_dict(state, strict=strict)
+
+    def optimizer_states(self) -> dict[str, dict[str, Any]]:
+        """What the optimizers remember, by name of the parameter."""
+        return optimizer_states(self._parts.resources.optimizers.values(), self._parts.module)
+
+    def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the optimizers what to remember, by name of the parameter."""
+        load_optimizer_states(self._parts.resources.optimizers.values(), self._parts.module, states)
+
+
+class StagesToCome(StagesHere):
+    """The model here, before its stages are sent to workers: its values are here, and no optimizers yet."""
+
+    def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        raise PipelineClosedError("optimizers are made in the workers when the pipeline opens; use 'async with' first")
