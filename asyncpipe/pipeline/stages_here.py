@@ -14,7 +14,6 @@ from typing import Any
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
-from asyncpipe.ops.model.feed import Feed
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.step_inputs import CutInputs
 from asyncpipe.runtime.waits import Waiting
@@ -55,12 +54,7 @@ class StagesHere:
 
     def made(self, number: int) -> Waiting[CutInputs]:
         """The mini-batch that the feed makes for step ``number``. Raises what the feed raises."""
-        return (yield _Made(partial(self._cut, number)))  # type: ignore[no-any-return]
-
-    def _cut(self, number: int) -> CutInputs:
-        feed = self._parts.options.feed
-        assert isinstance(feed, Feed)
-        return CutInputs.of(self._parts, *feed.batch(number), has_loss=True)
+        return (yield _Made(partial(CutInputs.from_feed, self._parts, number)))  # type: ignore[no-any-return]
 
     @property
     def compilations(self) -> Iterable[Compilation]:

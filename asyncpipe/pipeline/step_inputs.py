@@ -17,6 +17,7 @@ from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
+from asyncpipe.ops.model.feed import Feed
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, cut, cut_alike, gather, keywords
 from asyncpipe.ops.torch_internals import device_of_scaler
 from asyncpipe.pipeline.build import PipelineParts
@@ -78,6 +79,13 @@ class CutInputs:
             target is not NO_TARGET,
             means and any(parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)),
         )
+
+    @classmethod
+    def from_feed(cls, parts: PipelineParts, number: int) -> CutInputs:
+        """What the feed makes for step ``number``. Raises what it raises."""
+        feed = parts.options.feed
+        assert isinstance(feed, Feed)
+        return cls.of(parts, *feed.batch(number), has_loss=True)
 
     def only(self, stages: Collection[int], last: int, number: int | None = None) -> CutInputs:
         """What ``stages`` take of it, the ``last`` one of the model the targets; it is that of step ``number``."""

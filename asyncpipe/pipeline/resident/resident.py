@@ -18,7 +18,6 @@ from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, from_wire
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.step_tensors import StepTensors
-from asyncpipe.ops.model.feed import Feed
 from asyncpipe.ops.model.shipping import receive_model
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
@@ -138,9 +137,7 @@ class Resident:
         return made.only((), 0, number)
 
     def _cut(self, number: int) -> CutInputs:
-        feed = self._parts.options.feed
-        assert isinstance(feed, Feed)
-        made = CutInputs.of(self._parts, *feed.batch(number), has_loss=True)
+        made = CutInputs.from_feed(self._parts, number)
         stages = self._parts.resources.stages
         return made.only([stage.index for stage in stages if not stage.device.is_elsewhere], stages[-1].index)
 
