@@ -163,12 +163,9 @@ class Driver(StepDriver[Execution]):
         executors = [self._executors[lane.device] for lane in graph.lanes]
         abort = StepAbort(self._next_number if number is None else number, self._aborting)
         execution = Execution(abort, graph, bind, around, notes or StepNotes(), tenant, executors)
-        follows = self._begin(execution, after)
-        if follows is not None and after is not None:
-            execution.before = after.runs
+        self._begin(execution, after)
         by_program = all(isinstance(executor, RunsPrograms) for executor in set(executors))
-        self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, follows))
-        execution.before = ()
+        self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, execution.follows))
         if gates is not None:
             gates.attach(partial(self._open_gate, execution))
         return execution
@@ -411,7 +408,8 @@ class Driver(StepDriver[Execution]):
         graph = execution.graph
         if graph not in self._programs:
             self._programs[graph] = programs(graph)
-        execution.start_programs(self._programs[graph], self._in_flight)
+        before = None if execution.follows is None else self._under_way.get(execution.follows)
+        execution.start_programs(self._programs[graph], self._in_flight, [] if before is None else before.runs)
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
         observers = execution.tenant.observers

@@ -68,8 +68,6 @@ class Execution(DrivenStep):
         self.executors = executors
         self.runs: list[ProgramRun] = []
         """Of each device, if the step runs by programs."""
-        self.before: Sequence[ProgramRun] = ()
-        """Those of the step that this one follows, until it is handed over."""
         self._gates: Sequence[TaskPlace] = ()
         """By gate, the task that waits there, among ``runs``."""
         self._record: StepRecord | None = None
@@ -78,14 +76,17 @@ class Execution(DrivenStep):
         """What a single task calls."""
         return partial(call_inside, self.around(task.lane.device), self.bind(task))
 
-    def start_programs(self, programs: Programs, in_flight: int) -> None:
-        """Hand each device its program, behind that of the step before. ``in_flight`` as in ``ProgramRun``."""
+    def start_programs(self, programs: Programs, in_flight: int, before: Sequence[ProgramRun]) -> None:
+        """Hand each device its program, behind those ``before``, of the step that this one follows.
+
+        ``in_flight`` as in ``ProgramRun``.
+        """
         tasks, bind, executors = self.graph.tasks, self.bind, []
 
         def call(task: int) -> Completion | None:
             return bind(tasks[task])()
 
-        earlier = {run.program.device: run for run in self.before}
+        earlier = {run.program.device: run for run in before}
         self._gates = programs.gates
         for program in programs.programs:
             executor = self.executors[self.graph.lane_of[program.tasks[0]]]

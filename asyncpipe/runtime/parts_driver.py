@@ -84,12 +84,12 @@ class PartsDriver(StepDriver[PartsExecution]):
         if pipeline.broken is not None:
             raise copy(pipeline.broken)
         execution = PartsExecution(StepAbort(self._next_number), graph, pipeline, workers, tasks, self._clock())
-        execution.follows = follows = self._begin(execution, after)
+        self._begin(execution, after)
         self._search.begin(execution)
         for name, worker in workers.items():
             if first is not None:
                 worker.send(first)
-            worker.send(StartPart(pipeline.number, execution.number, follows, work[name]))
+            worker.send(StartPart(pipeline.number, execution.number, execution.follows, work[name]))
         return execution
 
     def cancel(self, execution: PartsExecution) -> None:

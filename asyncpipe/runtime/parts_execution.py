@@ -110,8 +110,6 @@ class PartsExecution(DrivenStep):
         self.tasks = tasks
         """The tasks of each, in the order of their numbers in its part."""
         self.started = started
-        self.follows: int | None = None
-        """The number of the step that was under way when it began behind it."""
         self.ended: dict[str, PartEnded] = {}
         """What the workers have told, by name."""
         self.clocks: dict[str, tuple[float, float]] = {}

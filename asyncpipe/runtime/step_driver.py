@@ -46,6 +46,9 @@ class DrivenStep(ABC):
         self.graph = graph
         self.tenant = tenant
         self.abort = abort
+        self.follows: int | None = None
+        """The number of the step that it was put behind, if that was under way. Devices begin one after the other, and
+        both end early together (``StepAbort.precede``)."""
         self.error: BaseException | None = None
         """Why it cannot be run to its end, if that is no task's fault."""
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
@@ -113,8 +116,8 @@ class StepDriver(ABC, Generic[_Step]):
         if not self.accepts(tenant):
             raise PipelineClosedError("the pipeline is closed")
 
-    def _begin(self, step: _Step, after: _Step | None) -> int | None:
-        """``step`` is under way from now on; the number of the step that it follows, if ``after`` is not over.
+    def _begin(self, step: _Step, after: _Step | None) -> None:
+        """``step`` is under way from now on, and ``follows`` the step ``after`` if that is not over.
 
         Raises ``PipelineClosedError`` if ``after`` has failed or was cancelled.
         """
@@ -122,7 +125,8 @@ class StepDriver(ABC, Generic[_Step]):
             raise PipelineClosedError("the step before this one has failed, or was cancelled")
         self._next_number = step.number + 1
         self._under_way[step.number] = step
-        return after.number if after is not None and after.number in self._under_way else None
+        if after is not None and after.number in self._under_way:
+            step.follows = after.number
 
     def _end(self, step: _Step, end: StepCompleted) -> None:
         """``step`` is over."""
