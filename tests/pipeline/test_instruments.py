@@ -14,6 +14,7 @@ from asyncpipe import Pipeline
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
+from asyncpipe.ops.torch_internals import record_function
 
 WIDTH, BATCH = 6, 8
 
@@ -134,6 +135,10 @@ async def test_a_task_that_fails_ends_its_range(monkeypatch: pytest.MonkeyPatch)
             await pipe.step(torch.randn(BATCH, WIDTH + 1), torch.randn(BATCH, 3))
     assert depth
     assert sum(depth) == 0
+
+
+def test_names_cost_little_in_any_torch() -> None:
+    assert record_function is getattr(torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function)
 
 
 @pytest.mark.cuda
