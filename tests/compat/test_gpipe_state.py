@@ -165,12 +165,9 @@ def test_casts(no_leaks):
 
 
 MOVES = [
-    lambda model: model.cuda(),
     lambda model: model.cuda(0),
     lambda model: model.cpu(),
-    lambda model: model.to("cuda"),
     lambda model: model.to(torch.device("cpu")),
-    lambda model: model.to(0),
     lambda model: model.to(device=0),
     lambda model: model.to("cpu", torch.float64),
     lambda model: model.to(torch.ones(1)),

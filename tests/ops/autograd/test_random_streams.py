@@ -88,16 +88,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device, torc
 Devices = dict[torch.device, torch.Generator]
 
 
-def test_a_task_on_an_accelerator_seeds_its_generator_and_gives_it_back(devices: Devices) -> None:
-    def drawn(microbatch: int) -> tuple[Tensor, Tensor]:
-        with random_stream(1, microbatch, 0, CUDA):
-            return torch.rand(3, generator=devices[CUDA]), torch.rand(3)
-
-    first, again, other = drawn(0), drawn(0), drawn(1)
-    assert all(map(torch.equal, first, again))
-    assert not any(map(torch.equal, first, other))
-
-
 def test_tasks_on_one_accelerator_take_turns(devices: Devices) -> None:
     def draw(microbatch: int, barrier: threading.Barrier | None, into: dict[int, list[Tensor]]) -> None:
         for _ in range(20):
