@@ -223,7 +223,7 @@ async def _run(
     def on_signal(number: signal.Signals) -> None:
         received.append(number)
         if len(received) == 1:
-            run.stop()
+            run.orders.stop()
         else:
             current.cancel()
 

@@ -5,9 +5,10 @@ a component), ``training_loop`` (its steps, one by one) and ``overlapping_loop``
 
     entry, import_path                   find the entry's function and call it
     planning                             measures the model and chooses a pipeline
-    lasting_run, other_devices           goes on when workers are lost, on the devices that are left
+    lasting_run, next_move, other_devices   goes on when workers are lost, on the devices that are left
+    run_orders                           what is asked of a run: to stop, another schedule, another share
     batches, randomness                  data and random numbers, with states that snapshots save
-    adamw, evaluation, schedule_changes  the weight update, the held-out loss, changes between two steps
+    adamw, evaluation                    the weight update, the held-out loss
     step_failures, buffer_rollback, out_of_memory   retries, non-finite losses, advice when memory is full
     progress, trace_files, snapshots/    what a run reports and writes
     validation, blocking_calls           readable errors of pydantic models; calls in threads

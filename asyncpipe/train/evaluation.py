@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.train.batches import data_errors
 from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.training_loop import AHEAD
 from asyncpipe.train.workload import Batch, Forward, sample_count
 
 __all__ = ["evaluate", "sample_text"]
@@ -41,26 +39,16 @@ async def evaluate(
             return next(batches, None)
 
     total = weights = 0.0
-    under_way: deque[tuple[HostCopy, float]] = deque()
-
-    async def read_oldest() -> None:
-        nonlocal total, weights
-        loss, counts = under_way.popleft()
-        total += (await in_thread(loss.wait)).item() * counts
-        weights += counts
-
     while (batch := await thread.run(next_batch)) is not None:
         made += 1
         x, target = batch
         result = await pipe.step(x, target, return_outputs=False)
         assert result.loss is not None
-        under_way.append((HostCopy(result.loss), sample_count(x) if weight is None else weight(batch)))
-        if len(under_way) > AHEAD:
-            await read_oldest()
+        counts = sample_count(x) if weight is None else weight(batch)
+        total += (await in_thread(HostCopy(result.loss).wait)).item() * counts
+        weights += counts
         if stopping():
             return None
-    while under_way:
-        await read_oldest()
     return total / weights if weights else None
 
 

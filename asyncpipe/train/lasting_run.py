@@ -2,31 +2,26 @@
 
 ::
 
-    TrainingRun ──▶ workers are lost ──▶ started again? ──yes────────────────────▶ TrainingRun, from the newest snapshot
-                                          ▲        │ no, and there is time
-                                          └────────┘
-                                          the time is over ──▶ "wait": HostLostError
-                                                           └─▶ "split": TrainingRun, on the devices that are left
-                                                                         │ those that were gone are back, or
-                                                                         ▼ a host is to be left, or may be used again
-                                                               it stops after its step ──▶ TrainingRun, on other devices
+    TrainingRun ──▶ workers are lost ──▶ next_move ──▶ LOOK_AGAIN: wait, and try to start them
+         ▲                                         ├─▶ GIVE_UP: HostLostError
+         │                                         └─▶ GO_ON, perhaps on the devices that are left
+         ├────────── from the newest snapshot ───────────┘
+         └── it stops after its step ◀── what was gone is back, or a host is to be left, or may be used again
 
-``[faults] lost_host`` of the job says what is done. All of them use one pool, so workers that are not lost stay.
+``[faults] lost_host`` of the job says what is done; ``next_move.py`` has the table. All runs use one pool, so workers
+that are not lost stay, and obey the same orders.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Protocol
 
 from asyncpipe.core.hosts import host_of, unit_of
-from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import (
@@ -45,9 +40,10 @@ from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
+from asyncpipe.train.next_move import LONGEST_PAUSE, Loss, Losses, MoveKind, loss_of, next_move, short
 from asyncpipe.train.other_devices import NotSplit, StepCosts, moved, split_anew
-from asyncpipe.train.progress import PassedProgress, ProgressSink, TrainingSummary
-from asyncpipe.train.schedule_changes import NoMoreStepsError
+from asyncpipe.train.progress import ProgressSink, TrainingSummary
+from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
@@ -55,8 +51,6 @@ __all__ = ["HostsToLeave", "LastingRun"]
 
 _logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-"""Seconds between two attempts to start what is missing."""
 FAIL, SPLIT = "fail", "split"
 
 
@@ -74,20 +68,8 @@ class HostsToLeave(Protocol):
         """Have ``changed`` called whenever they change, until what this returns is called."""
 
 
-class _Heard(PassedProgress):
-    """Passes everything on, and counts snapshots."""
-
-    def __init__(self, to: ProgressSink) -> None:
-        super().__init__(to)
-        self.snapshots = 0
-
-    def snapshot(self, step: int, path: Path) -> None:
-        self.snapshots += 1
-        super().snapshot(step, path)
-
-
 class LastingRun:
-    """One run of a job as its user sees it: ``await run()`` once. Arguments, methods and errors are ``TrainingRun``'s.
+    """One run of a job as its user sees it: ``await run()`` once. Arguments and errors are ``TrainingRun``'s.
 
     ``leave`` are the hosts that the run is to leave after a step. Raises ``HostLostError`` if the run cannot go on, and
     ``JobFileError`` if it is to go on and takes no snapshots.
@@ -102,81 +84,51 @@ class LastingRun:
         collector: PipelineCollector | None = None,
         observers: Sequence[Observer] = (),
         pool: DevicePool | None = None,
-        share: Share | None = None,
+        orders: RunOrders | None = None,
         leave: HostsToLeave | None = None,
     ) -> None:
         self._job = job
         self._make_workload = make_workload
-        self._progress = _Heard(progress if progress is not None else ProgressSink())
+        self._progress = progress if progress is not None else ProgressSink()
+        self._collector = collector
         self._observers = observers
         self._pool, self._is_own = pool, False
-        self._options: dict[str, Any] = {"collector": collector, "share": share}
+        self.orders = RunOrders() if orders is None else orders
         self._leave = leave
-        self._policy = job.faults.lost_host
-        self._gone: set[str] = set()
-        """Units that could not be started again, and without which the job goes on."""
-        self._without: set[str] = set()
+        self._losses = Losses()
+        self._without: frozenset[str] = frozenset()
         """The units that the run under way does without."""
         self._costs = StepCosts()
-        self._losses = 0
-        """In a row, since the last snapshot."""
-        self._broken: Counter[str] = Counter()
-        """How often connections of each unit broke, while its workers were there, in runs that took no snapshot."""
-        self._broken_since, self._tries = 0.0, 0
         self._return_pause = 0.0
         """Seconds after which what is gone is tried again; more each time that the run with it took no snapshot."""
-        self._begun_with = 0
-        """How many snapshots there were when the run under way began."""
-        self._saved = 0
-        """How many snapshots there were at the last loss."""
-        self._stopping = self._moving = self._is_between = False
         self._changed = asyncio.Event()
-        """Set when it is to stop, or other hosts are to be left."""
-        if self._policy != FAIL and job.snapshots is None:
-            raise job_file_error(
-                job.path, f'faults.lost_host: "{self._policy}" goes on from snapshots: name a folder in [snapshots]'
-            )
+        """Set when there is an order, or other hosts are to be left."""
+        if job.faults.lost_host != FAIL and job.snapshots is None:
+            key = f'faults.lost_host: "{job.faults.lost_host}"'
+            raise job_file_error(job.path, f"{key} goes on from snapshots: name a folder in [snapshots]")
         # Made now, since it checks the job.
-        self._run = self._make_run([])
+        self._run = self._make_run()
 
     @property
     def job(self) -> Job:
         """The job, with the pipeline that it has now."""
         return self._run.job
 
-    def stop(self) -> None:
-        """As ``TrainingRun.stop``; also while workers are waited for."""
-        self._stopping = True
-        self._run.stop()
-        self._changed.set()
-
-    async def change_schedule(self, name: str) -> None:
-        """As ``TrainingRun.change_schedule``; between two runs, the next one begins with it."""
-        try:
-            await self._run.change_schedule(name)
-        except NoMoreStepsError:
-            if not self._is_between:
-                raise
-        self._job = self._job.override("pipeline", schedule=name)
-
-    def change_share(self, share: Share) -> None:
-        """As ``TrainingRun.change_share``; later runs begin with it."""
-        self._options["share"] = share
-        self._run.change_share(share)
-
     async def run(self) -> TrainingSummary:
         """As ``TrainingRun.run``."""
         self._loop = asyncio.get_running_loop()
         in_workers = self._job.pipeline.workers != "threads" if self._pool is None else self._pool.workers is not None
-        if not in_workers or (self._policy == FAIL and self._leave is None):
-            return await self._run.run()
-        unwatch = self._leave.watch(self._others_to_leave) if self._leave is not None else None
         try:
-            async with self._own_pool():
+            if not in_workers or (self._job.faults.lost_host == FAIL and self._leave is None):
+                return await self._run.run()
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self._own_pool())
+                stack.callback(self.orders.watch(self._changed.set))
+                if self._leave is not None:
+                    stack.callback(self._leave.watch(self._others_to_leave))
                 return await self._go_on()
         finally:
-            if unwatch is not None:
-                unwatch()
+            self.orders.close()
 
     @asynccontextmanager
     async def _own_pool(self) -> AsyncIterator[None]:
@@ -201,61 +153,56 @@ class LastingRun:
 
     async def _go_on(self) -> TrainingSummary:
         while True:
-            await self._until_one_is_left()
-            self._without = self._to_do_without()
+            await self._until_one_may_be_used()
+            self._without = self._losses.gone | self._left_by_order()
             costs = StepCosts()
-            run = self._run = self._make_run([costs])
-            self._is_between = self._moving = False
-            self._begun_with = self._progress.snapshots
-            if self._stopping:
-                run.stop()
+            run = self._run = self._make_run(costs)
             loss = None
             try:
-                async with self._those_that_return():
+                async with self._those_that_return(run):
                     summary = await run.run()
             except (WorkerLostError, WorkerStartError, EdgeError, HangError, TaskError) as error:
-                if self._policy == FAIL or (loss := _loss(error)) is None:
+                if self._job.faults.lost_host == FAIL or (loss := loss_of(error)) is None:
                     raise
             finally:
-                self._is_between = True
                 self._learn(run, costs)
             if loss is not None:
-                await self._recover(loss)
-            elif self._stopping or not (summary.stopped and self._moving):
+                await self._recover(loss, has_saved=run.saved > 0)
+            elif self.orders.stopping or not (summary.stopped and run.is_left):
                 return summary
 
-    def _make_run(self, observers: Sequence[Observer]) -> TrainingRun:
-        job = self._job
-        if observers and job.snapshots is not None and self._is_between:
-            job = job.override("snapshots", resume=True)
+    def _make_run(self, *observers: Observer) -> TrainingRun:
         return TrainingRun(
-            job,
+            self._job,
             self._make_workload,
             progress=self._progress,
+            collector=self._collector,
             observers=[*self._observers, *observers],
             pool=self._pool,
+            orders=self.orders,
             shared=not self._is_own,
             place=self._place if self._without else None,
-            **self._options,
         )
 
     def _learn(self, run: TrainingRun, costs: StepCosts) -> None:
-        """Keep what the steps of a run have cost, and the schedule that it has chosen."""
-        table = run.job.pipeline
+        """Keep what the steps of a run have cost, and the schedule that it had; the next one resumes."""
+        before, table = self._job.pipeline, run.job.pipeline
         if costs.steps:
             costs.balance = table.balance
             costs.draws |= self._costs.draws
             self._costs = costs
-        if self._job.pipeline.schedule == AUTO and table.schedule != AUTO:
-            same = table.devices == self._job.pipeline.devices
-            balance = table.balance if same else None
+        if table.schedule not in (AUTO, before.schedule):
+            is_chosen = before.schedule == AUTO and table.devices == before.devices
+            balance = table.balance if is_chosen else None
             self._job = self._job.override("pipeline", schedule=table.schedule, balance=balance)
+        if self._job.snapshots is not None:
+            self._job = self._job.override("snapshots", resume=True)
 
     def _place(self, job: Job, workload: Workload) -> Job:
         """The job on the devices that are left. In the run's thread."""
         gone = {device for device, unit in self._unit_of().items() if unit in self._without}
         why = None
-        if self._policy == SPLIT and job.pipeline.schedule != AUTO:
+        if job.faults.lost_host == SPLIT and job.pipeline.schedule != AUTO:
             try:
                 with import_path(job.path.resolve().parent):
                     schedule = find_schedule(job.pipeline.schedule, order=job.pipeline.order)
@@ -280,69 +227,38 @@ class LastingRun:
 
     # What is lost, and what comes back
 
-    async def _recover(self, loss: _Loss) -> None:
+    async def _recover(self, loss: Loss, *, has_saved: bool) -> None:
         """Return when the job can go on. Raises ``HostLostError``."""
         self._note(f"{loss.how}; the job goes on from its last snapshot")
-        if self._progress.snapshots > self._saved:
-            self._losses, self._saved = 0, self._progress.snapshots
-        if self._progress.snapshots > self._begun_with:
-            self._broken.clear()
+        self._losses = losses = self._losses.and_(loss, has_saved=has_saved, now=self._loop.time())
+        if has_saved:
             self._return_pause = 0.0
-        if loss.broken:
-            await self._recover_from_cut(loss)
-            return
-        self._losses += 1
-        if self._losses > self._job.faults.snapshot_retries:
-            how = f"gives up after {self._losses} losses without a new snapshot between: {loss.how}"
-            raise HostLostError(loss.units, how)
-        seconds, pause = self._job.faults.wait_seconds, FIRST_PAUSE
-        deadline = self._loop.time() + seconds
+        looks = 0
         try:
-            while not self._stopping:
+            while not self.orders.stopping:
                 self._changed.clear()
-                missing = await self._start(self._units() - self._left_by_order())
-                self._gone.intersection_update(missing)
-                if not (new := missing.keys() - self._gone):
+                await self.orders.follow(self._begin_with)
+                usable = frozenset(self._units() - self._left_by_order())
+                missing = {} if loss.broken else await self._start(usable)
+                faults, now = self._job.faults, self._loop.time()
+                move = next_move(loss, losses, faults, usable=usable, missing=missing, looks=looks, now=now)
+                if move.kind is MoveKind.GIVE_UP:
+                    raise HostLostError(move.units, move.text)
+                self._losses = losses = replace(losses, gone=move.gone)
+                if move.seconds:
+                    self._progress.waiting(move.text)
+                    await self._change_within(move.seconds)
+                elif move.text:
+                    self._note(move.text)
+                if move.kind is MoveKind.GO_ON:
                     return
-                names, reason = ", ".join(sorted(new)), missing[min(new)]
-                if (rest := deadline - self._loop.time()) <= 0:
-                    if self._policy != SPLIT or not self._units() - self._left_by_order() - missing.keys():
-                        raise HostLostError(sorted(new), f"has waited {seconds:g} s for a replacement: {reason}")
-                    self._gone |= new
-                    self._note(f"{names} did not come back within {seconds:g} s: {reason}")
-                    return
-                self._progress.waiting(f"waits for {names}, up to {seconds:g} s: {reason}")
-                await self._change_within(min(pause, rest))
-                pause = min(2 * pause, LONGEST_PAUSE)
+                looks += 1
         finally:
             self._progress.waiting(None)
 
-    async def _recover_from_cut(self, loss: _Loss) -> None:
-        """A connection broke between workers that are there: try again; in the end, leave out who has most of them."""
-        seconds = self._job.faults.wait_seconds
-        if not self._broken:
-            self._broken_since, self._tries = self._loop.time(), 0
-        self._broken.update(loss.broken)
-        self._tries += 1
-        rest = self._broken_since + seconds - self._loop.time()
-        # A message on every edge has shown who is cut off, so trying again would show nothing new.
-        is_sure = loss.cut_off is not None and rest <= 0
-        if self._tries == 1 and not is_sure:
-            return
-        if rest > 0:
-            try:
-                self._changed.clear()
-                self._progress.waiting(f"waits for the connection, up to {seconds:g} s: {loss.how}")
-                await self._change_within(min(FIRST_PAUSE * self._tries, LONGEST_PAUSE, rest))
-            finally:
-                self._progress.waiting(None)
-            return
-        # Of two that have as many, the one that is not left out already.
-        worst = loss.cut_off or max(sorted(self._broken), key=lambda unit: (self._broken[unit], unit not in self._gone))
-        if self._policy != SPLIT or not self._units() - self._left_by_order() - {worst}:
-            raise HostLostError(loss.units, f"has waited {seconds:g} s for their connection: {loss.how}")
-        self._gone = {worst}
-        self._note(f"{worst} cannot be reached by others")
+    async def _begin_with(self, schedule: str) -> None:
+        """Have the next run follow ``schedule``."""
+        self._job = self._job.override("pipeline", schedule=schedule)
 
     async def _start(self, units: Iterable[str]) -> dict[str, str]:
         """Start what is missing of the workers of ``units``; those that cannot be started, and why."""
@@ -360,73 +276,66 @@ class LastingRun:
                 await self._pool.run(workers.admit(wanted))
             except WorkerStartError as error:
                 unit = next(u for u, each in devices.items() if error.worker in workers.worker_of(each).values())
-                missing[unit] = _short(error)
+                missing[unit] = short(error)
                 del devices[unit]
             else:
                 break
         return missing
 
     @asynccontextmanager
-    async def _those_that_return(self) -> AsyncIterator[None]:
+    async def _those_that_return(self, run: TrainingRun) -> AsyncIterator[None]:
         """Meanwhile, units that were gone are tried again; when one is back, the run stops after its step."""
-        if not self._gone:
+        if not self._losses.gone:
             yield
             return
         self._return_pause = max(self._return_pause, LONGEST_PAUSE)
-        watching = asyncio.create_task(self._watch_for_returns(), name=f"asyncpipe {self._job.name}: lost hosts")
+        watching = asyncio.create_task(self._watch_for_returns(run), name=f"asyncpipe {self._job.name}: lost hosts")
         try:
             yield
         finally:
             watching.cancel()
             await asyncio.wait([watching])
 
-    async def _watch_for_returns(self) -> None:
+    async def _watch_for_returns(self, run: TrainingRun) -> None:
         while True:
             await asyncio.sleep(self._return_pause)
-            if self._progress.snapshots == self._begun_with:
+            if not run.saved:
                 continue  # It has not got anywhere without them.
-            tried = self._gone - self._left_by_order()
+            tried = self._losses.gone - self._left_by_order()
             missing = await self._start(tried)
             if back := tried - missing.keys():
-                self._gone -= back
+                self._losses = replace(self._losses, gone=self._losses.gone - back)
                 self._return_pause *= 2
                 self._note(f"{', '.join(sorted(back))} is back, and is used from the next step on")
-                self._move()
+                run.leave()
                 return
 
     # Hosts that are to be left
 
-    async def _until_one_is_left(self) -> None:
+    async def _until_one_may_be_used(self) -> None:
         """Wait while the job is to leave all its hosts, and may have no others."""
+        others = () if self._leave is None else self._leave.others
         try:
-            while not self._stopping and self._units() and not self._may_be_used():
+            while not self.orders.stopping and (units := self._units()):
+                without = self._losses.gone | self._left_by_order(others)
+                if {*units, *map(unit_of, others)} - without:
+                    return
                 self._changed.clear()
-                self._progress.waiting(f"waits: {', '.join(sorted(self._to_do_without()))} are not to be used")
+                await self.orders.follow(self._begin_with)
+                self._progress.waiting(f"waits: {', '.join(sorted(without & units))} are not to be used")
                 await self._changed.wait()
         finally:
             self._progress.waiting(None)
 
-    def _may_be_used(self) -> bool:
-        others = () if self._leave is None else self._leave.others
-        return bool({*self._units(), *map(unit_of, others)} - self._gone - self._left_by_order(others))
-
     def _others_to_leave(self) -> None:
         self._changed.set()
-        if self._to_do_without() != self._without:
-            self._move()
+        if self._losses.gone | self._left_by_order() != self._without:
+            self._run.leave()
 
-    def _move(self) -> None:
-        """Have the run end after its step, with a snapshot, for the next one."""
-        self._moving = True
-        self._run.stop()
-
-    def _to_do_without(self) -> set[str]:
-        return self._gone | self._left_by_order()
-
-    def _left_by_order(self, others: Sequence[str] = ()) -> set[str]:
+    def _left_by_order(self, others: Sequence[str] = ()) -> frozenset[str]:
         if self._leave is None:
-            return set()
-        return {unit for unit in {*self._units(), *map(unit_of, others)} if unit in self._leave}
+            return frozenset()
+        return frozenset(unit for unit in {*self._units(), *map(unit_of, others)} if unit in self._leave)
 
     def _units(self) -> set[str]:
         return set(self._unit_of().values())
@@ -450,34 +359,3 @@ class LastingRun:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
-
-
-class _Loss(NamedTuple):
-    units: tuple[str, ...]
-    """What was lost; several if it is the connection between them."""
-    how: str
-    broken: Mapping[str, int] = MappingProxyType({})
-    """How many connections of each unit broke, if that is what was lost."""
-    cut_off: str | None = None
-    """The unit that nothing gets through to or from, if it is known that it is this one."""
-
-
-def _loss(error: Exception) -> _Loss | None:
-    """What was lost, if that is why a run has failed."""
-    found = error.__cause__ if isinstance(error, TaskError) else error
-    if isinstance(found, WorkerLostError | WorkerStartError):
-        return _Loss((unit_of(found.worker),), _short(found))
-    if isinstance(found, EdgeError):
-        ends = Counter(unit_of(name) for edge in found.edges for name in edge if isinstance(name, str))
-        return _Loss(tuple(sorted(ends)) or ("a connection",), _short(found), ends)
-    if isinstance(found, HangError) and found.peer:  # Nothing gets through from one to the other.
-        ends = Counter((unit_of(found.worker), unit_of(found.peer)))
-        return _Loss(
-            tuple(sorted(ends)), _short(found), ends, None if found.cut_off is None else unit_of(found.cut_off)
-        )
-    return None
-
-
-def _short(error: Exception) -> str:
-    """Without what the worker wrote last: that is in the process's log."""
-    return str(error).partition("; its stderr ends with:")[0]

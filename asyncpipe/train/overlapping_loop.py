@@ -25,7 +25,7 @@ from asyncpipe.errors import TaskError
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.steps import Batch
 from asyncpipe.train.adamw import StagedAdamW, learning_rate
-from asyncpipe.train.training_loop import Interludes, StepUnderWay, TrainingLoop
+from asyncpipe.train.training_loop import StepUnderWay, TrainingLoop
 from asyncpipe.train.workload import sample_count
 
 __all__ = ["OverlappingSteps"]
@@ -48,10 +48,10 @@ class OverlappingSteps(TrainingLoop):
     _advanced: int = field(default=0, init=False)
     _at_end: bool = field(default=False, init=False)
 
-    async def _go_on(self, between: Interludes) -> bool:
-        await between.changes.make(between.change)
+    async def _go_on(self) -> bool:
+        await self._follow_orders()
         async with (
-            aclosing(self._batches(between)) as batches,
+            aclosing(self._batches()) as batches,
             aclosing(self.pipe.steps(batches, return_outputs=False)) as results,
         ):
             while (result := await self._next(results)) is not None:
@@ -71,17 +71,17 @@ class OverlappingSteps(TrainingLoop):
             await self.settle()  # An error of a step before this one comes first.
             await self.retries.give_up(error, number)
 
-    async def _batches(self, between: Interludes) -> AsyncGenerator[Batch, None]:
+    async def _batches(self) -> AsyncGenerator[Batch, None]:
         """Batches, until none is left or something is wanted between two steps."""
         while (number := self.begun + len(self._taken)) < self.job.training.steps:
-            if await between.snapshots.is_due(number):
+            if await self.snapshots.is_due(number):
                 return
             start = perf_counter()
             batch = await self.batches.next()
-            if batch is None or between.stopping():
+            if batch is None or self.stopping():
                 self._at_end = True
                 return
-            if between.changes.wanted:
+            if self.orders.wants_schedule:
                 return  # The same batch comes again.
             rate = learning_rate(number, self.job.training)
             self._taken.append(_Taken(start, sample_count(batch[0]), rate))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from asyncpipe.core.predict.report import Report
 from asyncpipe.core.records.compilations import CompiledStage
 
-__all__ = ["Meter", "PassedProgress", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
+__all__ = ["Meter", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
 
 RECENT = 20
 """Losses and speeds are means over this many last steps."""
@@ -126,34 +126,6 @@ class ProgressSink:
         """
 
 
-class PassedProgress(ProgressSink):
-    """Passes everything on; a base for those that hear it on the way."""
-
-    def __init__(self, to: ProgressSink) -> None:
-        self._to = to
-
-    def started(self, run: RunStarted) -> None:
-        self._to.started(run)
-
-    def stepped(self, progress: StepProgress) -> None:
-        self._to.stepped(progress)
-
-    def entered(self, phase: str) -> None:
-        self._to.entered(phase)
-
-    def noted(self, level: int, text: str) -> None:
-        self._to.noted(level, text)
-
-    def waiting(self, reason: str | None) -> None:
-        self._to.waiting(reason)
-
-    def snapshot(self, step: int, path: Path) -> None:
-        self._to.snapshot(step, path)
-
-    async def keep(self) -> None:
-        await self._to.keep()
-
-
 @runtime_checkable
 class StepListener(Protocol):
     """An observer that is told the figures of each training step, as plain numbers."""
@@ -185,40 +157,14 @@ class Meter:
         self._steps = steps
         self._recent: deque[_Recent] = deque(maxlen=RECENT)
 
-    def add(
-        self,
-        *,
-        loss: float,
-        learning_rate: float,
-        gradient_norm: float,
-        seconds: float,
-        samples: int,
-        tokens: int,
-        report: Report,
-        skipped: bool = False,
-    ) -> StepProgress:
-        """Count one step; returns the progress of the run. ``seconds`` must be greater than 0."""
+    def add(self, loss: float, seconds: float, tokens: int, bubble_ratio: float, *, skipped: bool = False) -> None:
+        """Count one step. ``seconds`` must be greater than 0."""
         self.step += 1
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.seconds += seconds
         self.tokens += tokens
-        self._recent.append(_Recent(None if skipped else loss, seconds, tokens, report.bubble_ratio))
-        recent_seconds = sum(recent.seconds for recent in self._recent)
-        return StepProgress(
-            step=self.step,
-            steps=self._steps,
-            loss=loss,
-            learning_rate=learning_rate,
-            gradient_norm=gradient_norm,
-            seconds=seconds,
-            samples=samples,
-            tokens=tokens,
-            tokens_per_second=sum(recent.tokens for recent in self._recent) / recent_seconds,
-            remaining_seconds=(self._steps - self.step) * recent_seconds / len(self._recent),
-            report=report,
-            skipped=skipped,
-        )
+        self._recent.append(_Recent(None if skipped else loss, seconds, tokens, bubble_ratio))
 
     def state_dict(self) -> dict[str, Any]:
         """All counts, as plain values."""
@@ -229,8 +175,7 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        # Snapshots of older versions do not have these two.
-        self.skipped, self.skipped_in_a_row = state.get("skipped", 0), state.get("skipped_in_a_row", 0)
+        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
         self._recent.clear()
         self._recent.extend(_Recent(**recent) for recent in state["recent"])
 
@@ -249,3 +194,17 @@ class Meter:
     def tokens_per_second(self) -> float:
         """Over all steps; ``nan`` before the first."""
         return self.tokens / self.seconds if self.seconds else nan
+
+    @property
+    def recent_tokens_per_second(self) -> float:
+        """Mean of the last steps."""
+        return sum(recent.tokens for recent in self._recent) / self._recent_seconds
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Estimate for the steps that are left, at the speed of the last ones."""
+        return (self._steps - self.step) * self._recent_seconds / len(self._recent)
+
+    @property
+    def _recent_seconds(self) -> float:
+        return sum(recent.seconds for recent in self._recent)

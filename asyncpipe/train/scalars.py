@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from asyncpipe.observe.scalars import RunEnd, ScalarObserver, report_scalars
+from asyncpipe.observe.scalars import ScalarObserver, report_scalars
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.progress import PassedProgress, ProgressSink, StepProgress
+from asyncpipe.train.progress import StepProgress
 
-__all__ = ["ScalarProgress", "scalar_observers"]
-
-
-class ScalarProgress(PassedProgress):
-    """Passes everything on, and each step to ``observers`` as well."""
-
-    def __init__(self, to: ProgressSink, observers: Sequence[ScalarObserver]) -> None:
-        super().__init__(to)
-        self._observers = observers
-
-    def stepped(self, progress: StepProgress) -> None:
-        """A step is done."""
-        super().stepped(progress)
-        values = _values(progress)
-        for observer in self._observers:
-            observer.add(progress.step, values)
-
-    def close(self, end: RunEnd) -> None:
-        """Write what is left. Blocks."""
-        for observer in self._observers:
-            observer.close(end)
+__all__ = ["scalar_observers", "scalars_of"]
 
 
 def scalar_observers(job: Job, step: int, failed: Callable[[str], object]) -> list[ScalarObserver]:
@@ -60,7 +40,8 @@ def scalar_observers(job: Job, step: int, failed: Callable[[str], object]) -> li
     return found
 
 
-def _values(progress: StepProgress) -> dict[str, float]:
+def scalars_of(progress: StepProgress) -> dict[str, float]:
+    """The figures of a step, by name."""
     return {
         **report_scalars(progress.report),
         "loss": progress.loss,

@@ -9,7 +9,6 @@ A text file is one stream, of which samples are windows; the lines of a JSONL fi
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Generator, Tensor
 from asyncpipe.errors import OptionError
 from asyncpipe.train.workload import Batch
 
-__all__ = ["BytesAsTokens", "TokenData", "Tokens", "read_data"]
+__all__ = ["BytesAsTokens", "Lines", "TokenData", "Tokens", "Windows", "read_data"]
 
 IGNORED = -100
 """The label of what no loss is computed of."""
@@ -56,33 +55,9 @@ class BytesAsTokens:
         return bytes(tokens.tolist()).decode(errors="replace")
 
 
-class TokenData(ABC):
-    """Batches for training and for evaluation: the arguments of the model by name, and the labels."""
-
-    length: int
-    memoryless: bool
-
-    @property
-    @abstractmethod
-    def tokens_per_sample(self) -> int:
-        """The mean number of tokens of a sample."""
-
-    @abstractmethod
-    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
-        """Endless batches, drawn by ``generator``."""
-
-    @abstractmethod
-    def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """The same few batches each time."""
-
-    @abstractmethod
-    def prompt(self) -> Tensor:
-        """Some held-out tokens to begin a sample with."""
-
-
 @dataclass(frozen=True, eq=False)
-class _Windows(TokenData):
-    """Windows of one stream."""
+class Windows:
+    """Windows of one stream, with the names of the model's arguments, and the labels."""
 
     train: Tensor
     rest: Tensor
@@ -91,6 +66,7 @@ class _Windows(TokenData):
 
     @property
     def tokens_per_sample(self) -> int:
+        """The mean number of tokens of a sample."""
         return self.length
 
     def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
@@ -105,6 +81,7 @@ class _Windows(TokenData):
             yield self._cut(self.rest, starts[first : first + batch_size])
 
     def prompt(self) -> Tensor:
+        """Some held-out tokens to begin a sample with."""
         return self.rest[: self.length // 2]
 
     def _cut(self, tokens: Tensor, starts: Tensor) -> Batch:
@@ -113,8 +90,8 @@ class _Windows(TokenData):
 
 
 @dataclass(frozen=True, eq=False)
-class _Lines(TokenData):
-    """Samples of different lengths, padded on the right to the longest of their batch."""
+class Lines:
+    """The same of samples of different lengths, padded on the right to the longest of their batch."""
 
     train: Sequence[Tensor]
     rest: Sequence[Tensor]
@@ -146,6 +123,10 @@ class _Lines(TokenData):
         return {"input_ids": padded(samples, 0), "attention_mask": mask}, padded(samples, IGNORED)
 
 
+TokenData = Windows | Lines
+"""Endless ``batches`` for training, drawn by a generator, and the same few ``held_out`` ones each time."""
+
+
 def read_data(path: Path, tokens: Tokens, *, length: int, held_out: float, field: str) -> TokenData:
     """The data in the file at ``path``: the lines of a ``.jsonl`` file, each with a text in ``field``, or one text.
 
@@ -167,7 +148,7 @@ def read_data(path: Path, tokens: Tokens, *, length: int, held_out: float, field
             f"data: {path} is too short: it has {len(stream):,} tokens, and training and evaluation need a sample of "
             f"{length:,} each; give a longer text, or a smaller length"
         )
-    return _Windows(stream[:-kept], stream[-kept:], length)
+    return Windows(stream[:-kept], stream[-kept:], length)
 
 
 def _lines(path: Path, text: str, tokens: Tokens, length: int, held_out: float, field: str) -> TokenData:
@@ -191,4 +172,4 @@ def _lines(path: Path, text: str, tokens: Tokens, length: int, held_out: float, 
             f"data: {path} is too short: it has {len(samples)} samples of at least two tokens, and training and "
             "evaluation need one each"
         )
-    return _Lines(samples[:-kept], samples[-kept:], length)
+    return Lines(samples[:-kept], samples[-kept:], length)

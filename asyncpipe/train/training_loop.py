@@ -28,13 +28,13 @@ from asyncpipe.train.adamw import ClippedAdamW, Update, learning_rate
 from asyncpipe.train.batches import BatchPrefetcher
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.progress import Meter, ProgressSink, StepListener, StepProgress
-from asyncpipe.train.schedule_changes import ScheduleChanges
+from asyncpipe.train.progress import Meter, StepListener, StepProgress
+from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import NoteCallback, StepRetries, handle_non_finite
 from asyncpipe.train.workload import Batch, Resumable, sample_count
 
-__all__ = ["AHEAD", "Interludes", "StepByStep", "StepUnderWay", "TrainingLoop"]
+__all__ = ["AHEAD", "StepByStep", "StepUnderWay", "TrainingLoop"]
 
 AHEAD = 2
 """How many steps are under way on accelerators when the next one is begun."""
@@ -53,20 +53,6 @@ class StepUnderWay:
     samples: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Interludes:
-    """What may be wanted of a run between two steps."""
-
-    snapshots: SnapshotWriter
-    states: Mapping[str, Resumable]
-    """What a snapshot has."""
-    stopping: Callable[[], bool]
-    """Whether no step is to begin any more."""
-    changes: ScheduleChanges
-    change: Callable[[str], Awaitable[None]]
-    """Follows another schedule."""
-
-
 @dataclass(kw_only=True, eq=False)
 class TrainingLoop(ABC):
     """Does the steps that are left; ``run`` may be called once."""
@@ -81,35 +67,49 @@ class TrainingLoop(ABC):
     """One that raises is removed."""
     listener_failed: Callable[[str], None]
     """Called with a reason for each listener that is removed."""
-    progress: ProgressSink
+    stepped: Callable[[StepProgress], None]
+    """Called after each step."""
     note: NoteCallback
+    snapshots: SnapshotWriter
+    states: Mapping[str, Resumable]
+    """What a snapshot has."""
+    orders: RunOrders
+    stopping: Callable[[], bool]
+    """Whether no step is to begin any more."""
+    change: Callable[[str], Awaitable[None]]
+    """Follows another schedule, between two steps."""
     ahead: int = 0
     """How many steps may be under way when the next one is begun."""
     under_way: deque[StepUnderWay] = field(default_factory=deque, init=False)
     _settled_at: float = field(default=0.0, init=False)
 
-    async def run(self, between: Interludes) -> None:
+    async def run(self) -> None:
         """Train until all steps are done, the batches end, or the run is to stop.
 
         Takes the snapshots that are due, and one after the last step.
         """
         await in_thread(self.retries.save_buffers)
         try:
-            while self.begun < self.job.training.steps and not between.stopping():
-                if not await self._go_on(between):
+            while self.begun < self.job.training.steps and not self.stopping():
+                if not await self._go_on():
                     break
-                if await between.snapshots.is_due(self.begun):
+                if await self.snapshots.is_due(self.begun):
                     await self.settle()
-                    await between.snapshots.after_step(self.meter.step, between.states)
+                    await self.snapshots.after_step(self.meter.step, self.states)
         except Exception:
             await self.settle()  # An error of a step before this one comes first.
             raise
         await self.settle()
-        await between.snapshots.after_last_step(self.meter.step, between.states)
+        await self.snapshots.after_last_step(self.meter.step, self.states)
 
     @abstractmethod
-    async def _go_on(self, between: Interludes) -> bool:
+    async def _go_on(self) -> bool:
         """Make the changes of the schedule that are wanted, and do a step or more; false without another batch."""
+
+    async def _follow_orders(self) -> None:
+        if self.orders.wants_schedule:
+            await self.settle()
+            await self.orders.follow(self.change)
 
     async def settle(self, most: int = 0) -> None:
         """Read the figures of the oldest steps, until at most so many are under way. Raises their errors."""
@@ -131,20 +131,26 @@ class TrainingLoop(ABC):
         update = await in_thread(step.update.wait) if self.ahead else step.update.wait()
         skipped = handle_non_finite(self.job, self.meter, update, step.rate, self.note)
         now = perf_counter()
-        progress = self.meter.add(
-            loss=update.loss,
-            learning_rate=step.rate,
-            gradient_norm=update.gradient_norm,
-            # Steps that overlap share the time.
-            seconds=now - max(step.began, self._settled_at),
-            samples=step.samples,
-            tokens=step.samples * self.tokens_per_sample,
-            report=step.result.report,
-            skipped=skipped,
-        )
+        seconds = now - max(step.began, self._settled_at)  # Steps that overlap share the time.
         self._settled_at = now
+        tokens, report = step.samples * self.tokens_per_sample, step.result.report
+        self.meter.add(update.loss, seconds, tokens, report.bubble_ratio, skipped=skipped)
+        progress = StepProgress(
+            self.meter.step,
+            self.job.training.steps,
+            update.loss,
+            step.rate,
+            update.gradient_norm,
+            seconds,
+            step.samples,
+            tokens,
+            self.meter.recent_tokens_per_second,
+            self.meter.remaining_seconds,
+            report,
+            skipped,
+        )
         self._tell_listeners(progress)
-        self.progress.stepped(progress)
+        self.stepped(progress)
 
     def _tell_listeners(self, progress: StepProgress) -> None:
         for listener in tuple(self.listeners):
@@ -165,12 +171,12 @@ class StepByStep(TrainingLoop):
 
     optimizer: ClippedAdamW
 
-    async def _go_on(self, between: Interludes) -> bool:
+    async def _go_on(self) -> bool:
         start = perf_counter()
         batch = await self.batches.next()
-        if batch is None or between.stopping():
+        if batch is None or self.stopping():
             return False
-        await between.changes.make(between.change)
+        await self._follow_orders()
         await self._step(batch, start)
         await self.settle(self.ahead)
         return True

@@ -20,14 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.compilations import CompiledStage
 from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import DeviceError
 from asyncpipe.observe.metrics import PipelineCollector
-from asyncpipe.observe.scalars import RunEnd
+from asyncpipe.observe.scalars import RunEnd, ScalarObserver
 from asyncpipe.ops.device.caller_streams import CallerStreams
 from asyncpipe.ops.model.feed import Feed
 from asyncpipe.pipeline.pipeline import Pipeline
@@ -41,17 +40,17 @@ from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, check_workers, job_file_error
 from asyncpipe.train.overlapping_loop import OverlappingSteps
 from asyncpipe.train.planning import choose_for, with_plan
-from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepListener, TrainingSummary
+from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepListener, StepProgress, TrainingSummary
 from asyncpipe.train.randomness import RunRandom
-from asyncpipe.train.scalars import ScalarProgress, scalar_observers
-from asyncpipe.train.schedule_changes import ScheduleChanges
+from asyncpipe.train.run_orders import RunOrders
+from asyncpipe.train.scalars import scalar_observers, scalars_of
 from asyncpipe.train.snapshots.resume import ResumePoint, named_states, open_folder, with_chosen_schedule
 from asyncpipe.train.snapshots.run_state import RunState, schedule_sha256
 from asyncpipe.train.snapshots.stages_in_workers import StagesInWorkers
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.step_failures import StepRetries
 from asyncpipe.train.trace_files import TraceRecorder, WrittenFiles, make_folders
-from asyncpipe.train.training_loop import AHEAD, Interludes, StepByStep, TrainingLoop
+from asyncpipe.train.training_loop import AHEAD, StepByStep, TrainingLoop
 from asyncpipe.train.workload import Resumable, Workload
 
 __all__ = ["TrainingRun"]
@@ -60,11 +59,11 @@ _logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """One run of a job: ``await run()`` once, and ``stop()`` on the same loop to end it early.
+    """One run of a job: ``await run()`` once, and ``orders.stop()`` on the same loop to end it early.
 
     ``make_workload`` is called in the run's dedicated thread. Without a ``pool``, torch's global generators are seeded
-    before; on a ``pool``, the workload draws the same numbers, but from a generator of the run. ``share`` is the run's
-    share of the pool's devices. ``progress`` is told how the run proceeds. ``collector`` counts for Prometheus; the
+    before; on a ``pool``, the workload draws the same numbers, but from a generator of the run. ``orders`` are what is
+    asked of the run meanwhile. ``progress`` is told how the run proceeds. ``collector`` counts for Prometheus; the
     caller registers it. ``observers`` get each step's record, and the ``StepListener``s among them the figures of each
     training step; one that raises is removed. If ``[snapshots]`` has ``resume``, the run continues from the newest one.
     Raises ``JobFileError`` for a job whose stages would live in workers and be updated here.
@@ -79,11 +78,14 @@ class TrainingRun:
         collector: PipelineCollector | None = None,
         observers: Sequence[Observer] = (),
         pool: DevicePool | None = None,
-        share: Share | None = None,
+        orders: RunOrders | None = None,
         shared: bool = True,
         place: Callable[[Job, Workload], Job] | None = None,
     ) -> None:
-        """``shared``: whether others use the ``pool``, too. ``place`` puts the job on other devices, in the thread."""
+        """``shared``: whether others use the ``pool``, too. ``place`` puts the job on other devices, in the thread.
+
+        Who gives ``orders`` closes them.
+        """
         self._in_workers = job.pipeline.workers != "threads" if pool is None else pool.workers is not None
         if self._in_workers:
             try:
@@ -98,48 +100,46 @@ class TrainingRun:
         self._collector = collector
         self._recorder = TraceRecorder(job.observe.trace_steps)
         self._observers: list[Observer] = [*([] if collector is None else [collector]), *observers]
-        self._pool, self._share = pool, share
+        self._pool = pool
+        self.orders = RunOrders() if orders is None else orders
+        self._closes_orders = orders is None
+        self._share = self.orders.share
         self._pipe: Pipeline | None = None
-        """While it is open."""
+        """While it trains."""
         self._place = place
         self._random = RunRandom(shared=pool is not None and shared)
-        self._changes = ScheduleChanges()
         self._meter = Meter(job.training.steps)
         self._compiled: tuple[CompiledStage, ...] = ()
         self._resumed: ResumePoint | None = None
-        self._stopping = False
+        self._scalars: Sequence[ScalarObserver] = ()
+        self.is_left = False
+        """Whether it was told to leave the job to another run."""
         self._finished: Path | None = None
+        self.saved = 0
+        """How many snapshots it has put on disk."""
 
     @property
     def job(self) -> Job:
         """The job, with the schedule that the run has chosen or changed to."""
         return self._job
 
-    def stop(self) -> None:
-        """Let the run end after the current step, with a last snapshot but without evaluation and sample.
-
-        Before the first step, or while the run waits for a batch, it ends as soon as that is made.
-        """
-        self._stopping = True
+    def leave(self) -> None:
+        """End as when it is stopped, for another run with the same orders to go on."""
+        self.is_left = True
 
     def _is_stopping(self) -> bool:
-        return self._stopping
+        return self.is_left or self.orders.stopping
 
-    async def change_schedule(self, name: str) -> None:
-        """Follow another schedule from the next step on; returns when the change is made.
-
-        Later snapshots name the new schedule. Raises ``ScheduleError``, and changes nothing, if the schedule is
-        unknown, would move stages to other devices or does not support the run's shape, or if no step is left.
-        """
-        await self._changes.ask(name)
-
-    def change_share(self, share: Share) -> None:
-        """Have another share of the pool from the next step on; with stages in workers, from the next run on."""
-        self._share = share
+    def _look_at_share(self) -> None:
+        if (share := self.orders.share) is None or share == self._share:
+            return
         if self._in_workers:
             self._note(logging.INFO, "its weight and class count from its next run on, since its stages are in workers")
         elif self._pipe is not None:
             self._pipe.change_share(share)
+        else:
+            return  # It is looked at again when the pipeline is made.
+        self._share = share
 
     async def run(self) -> TrainingSummary:
         """Train, evaluate and sample. However the run ends, it closes the pipeline and writes the trace.
@@ -159,11 +159,14 @@ class TrainingRun:
             from asyncpipe.observe.otel import StepSpans
 
             self._observers.append(StepSpans(self._job.name))
+        unwatch = self.orders.watch(self._look_at_share)
         try:
             async with self._thread:
                 return await self._streams.run(self._run())
         finally:
-            self._changes.close()
+            unwatch()
+            if self._closes_orders:
+                self.orders.close()
             if self._pool is None:
                 with suppress(RuntimeError):  # A device that has failed; the error that ends the run says more.
                     self._streams.join()
@@ -171,10 +174,7 @@ class TrainingRun:
     async def _run(self) -> TrainingSummary:
         await in_thread(self._open_folders)
         begun = self._meter.step
-        observers = await in_thread(lambda: scalar_observers(self._job, begun, self._count_failure))
-        if not observers:
-            return await self._run_job()
-        scalars = self._progress = ScalarProgress(self._progress, observers)
+        self._scalars = await in_thread(lambda: scalar_observers(self._job, begun, self._count_failure))
         end: RunEnd = "failed"
         try:
             summary = await self._run_job()
@@ -184,7 +184,13 @@ class TrainingRun:
             end = "killed"
             raise
         finally:
-            await in_thread(lambda: scalars.close(end))
+            for observer in self._scalars:
+                await in_thread(partial(observer.close, end))
+
+    def _stepped(self, progress: StepProgress) -> None:
+        self._progress.stepped(progress)
+        for observer in self._scalars:
+            observer.add(progress.step, scalars_of(progress))
 
     async def _run_job(self) -> TrainingSummary:
         if self._resumed is not None:
@@ -195,8 +201,8 @@ class TrainingRun:
         evaluation = sample = None
         written = WrittenFiles()
         snapshot = None if self._resumed is None else self._resumed.path
-        if not self._stopping and await self._choose_schedule(workload):
-            snapshots = SnapshotWriter(self._job, self._collector, self._resumed, self._progress)
+        if not self._is_stopping() and await self._choose_schedule(workload):
+            snapshots = SnapshotWriter(self._job, self._collector, self._resumed, self._progress, self._count_saved)
             try:
                 evaluation, sample = await self._run_pipeline(workload, snapshots)
                 snapshot = snapshots.last
@@ -206,7 +212,7 @@ class TrainingRun:
         return TrainingSummary(
             name=self._job.name,
             steps=meter.step,
-            stopped=self._stopping,
+            stopped=self._is_stopping(),
             loss=meter.loss,
             seconds=meter.seconds,
             tokens_per_second=meter.tokens_per_second,
@@ -231,6 +237,9 @@ class TrainingRun:
         if self._collector is not None:
             self._collector.observer_failed(reason)
 
+    def _count_saved(self) -> None:
+        self.saved += 1
+
     def _note(self, level: int, text: str) -> None:
         _logger.log(level, "job %s: %s", self._job.name, text)
         self._progress.noted(level, text)
@@ -241,7 +250,7 @@ class TrainingRun:
             return True
 
         def check_stop(_: str) -> None:
-            if self._stopping:
+            if self._is_stopping():
                 raise _MeasurementStopped
 
         self._progress.entered("measuring, to choose a schedule")
@@ -276,8 +285,8 @@ class TrainingRun:
             if self._job.pipeline.compile:
                 self._progress.entered("compiling stages")
             self._pipe = pipe
-            if self._share is not None and not self._in_workers:
-                pipe.change_share(self._share)  # It may have changed while the pipeline was made.
+            if not self._in_workers:
+                self._look_at_share()  # It may have changed while the pipeline was made.
             try:
                 await self._train(pipe, workload, staged, snapshots)
             finally:
@@ -287,16 +296,16 @@ class TrainingRun:
             pipe.observers.clear()
             pipe.eval()
             evaluation = sample = None
-            if (held_out := workload.held_out) is not None and not self._stopping:
+            if (held_out := workload.held_out) is not None and not self._is_stopping():
                 self._progress.entered("evaluating")
                 batches = partial(held_out, self._job.training.batch_size)
                 evaluation = await evaluate(
                     pipe, batches, self._thread, self._random, self._is_stopping, workload.weight
                 )
-            if workload.sample is not None and not self._stopping:
+            if workload.sample is not None and not self._is_stopping():
                 self._progress.entered("sampling")
                 sample = await self._random.drawn_by(sample_text(pipe, workload.sample, self._is_stopping))
-            if (finish := workload.finish) is not None and not self._stopping:
+            if (finish := workload.finish) is not None and not self._is_stopping():
                 self._progress.entered("writing the model")
                 with blaming_key(self._job, "job.parameters"):
                     self._finished = await in_thread(lambda: finish(pipe))
@@ -384,27 +393,19 @@ class TrainingRun:
             tokens_per_sample=workload.tokens_per_sample,
             listeners=[observer for observer in self._observers if isinstance(observer, StepListener)],
             listener_failed=self._count_failure,
-            progress=self._progress,
+            stepped=self._stepped,
             note=self._note,
+            snapshots=snapshots,
+            states=states,
+            orders=self.orders,
+            stopping=self._is_stopping,
+            change=partial(self._change_schedule, pipe, snapshots),
             ahead=ahead,
         )
-
-        async def change_schedule(name: str) -> None:
-            await loop.settle()
-            await self._change_schedule(name, pipe, snapshots)
-            self._note_overlap(pipe)
-
         self._note_overlap(pipe)
-        await loop.run(
-            Interludes(
-                snapshots=snapshots,
-                states=states,
-                stopping=self._is_stopping,
-                changes=self._changes,
-                change=change_schedule,
-            )
-        )
-        self._changes.close()
+        await loop.run()
+        if not self.is_left:
+            self.orders.close()
 
     def _optimizer(self, pipe: Pipeline, *, checks_on_device: bool) -> ClippedAdamW:
         only_finite = self._job.faults.non_finite != "ignore"
@@ -448,13 +449,14 @@ class TrainingRun:
         snapshots.describe(self._job, identity)
         return identity
 
-    async def _change_schedule(self, name: str, pipe: Pipeline, snapshots: SnapshotWriter) -> None:
+    async def _change_schedule(self, pipe: Pipeline, snapshots: SnapshotWriter, name: str) -> None:
         """Change the schedule between two steps. In a thread: finding it may import a module, and lowering is slow."""
         order = self._job.pipeline.order
         await in_thread(lambda: pipe.change_schedule(self._find_schedule(name), order=order))
         self._job = self._job.override("pipeline", schedule=name)
         await self._describe_schedule(pipe, snapshots)
         self._note(logging.INFO, f"the schedule is {name} from step {self._meter.step + 1} on")
+        self._note_overlap(pipe)
 
 
 def _streams_for(job: Job) -> CallerStreams:

@@ -14,7 +14,8 @@ transformers (the extra ``transformers``) is imported when the job begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -124,10 +125,8 @@ class _FolderTokens:
     def __init__(self, folder: str) -> None:
         if not Path(folder).is_dir():
             raise OptionError(f"tokenizer: there is no folder {folder}; leave it out to train on bytes")
-        try:
+        with _explained(f"tokenizer: {folder} has none that can be read", OSError, ValueError):
             self.tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise OptionError(f"tokenizer: {folder} has none that can be read: {_first_line(error)}") from error
         self.size = len(self.tokenizer)
 
     def encode(self, text: str) -> Tensor:
@@ -162,10 +161,8 @@ def _made_config(given: Mapping[str, Any], tokens: Tokens) -> Any:
     ends = {key: getattr(names, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     own = {"vocab_size": tokens.size, "use_cache": False, **ends}
     own = {key: value for key, value in own.items() if hasattr(default, key)}
-    try:
+    with _explained(f"config: not one of {kind}", Exception):  # Configs check their values in many ways.
         return known[kind](**{**own, **values})
-    except Exception as error:  # Of many classes: configs check their values in many ways.
-        raise OptionError(f"config: not one of {kind}: {_first_line(error)}") from error
 
 
 def _near(wrong: str, known: list[str]) -> str:
@@ -176,10 +173,8 @@ def _near(wrong: str, known: list[str]) -> str:
 def _folder_config(folder: str) -> Any:
     if not (Path(folder) / "config.json").is_file():
         raise OptionError(f"config: {folder} is no folder with a config.json; give one, or a table with a model_type")
-    try:
+    with _explained(f"config: {folder}/config.json cannot be used", OSError, ValueError):
         return _transformers().AutoConfig.from_pretrained(folder, local_files_only=True, use_cache=False)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"config: {folder}/config.json cannot be used: {_first_line(error)}") from error
 
 
 def _check_fit(config: Any, tokens: Tokens, length: int) -> None:
@@ -202,15 +197,22 @@ def _model(config: Any, given: str | Mapping[str, Any]) -> Any:
             f"config.model_type: transformers has no causal language model of type {config.model_type!r}, which this "
             "job trains; write an entry for another model"
         )
-    try:
+    with (
+        _explained(f"config: no {config.model_type} can be made of this config", ValueError, TypeError, RuntimeError),
+        _explained(f"config: the weights in {given} cannot be read", OSError),
+    ):
         if isinstance(given, str) and any(any(Path(given).glob(pattern)) for pattern in _WEIGHTS):
             return auto.from_pretrained(given, config=config, local_files_only=True)
         return auto.from_config(config)
-    except OSError as error:
-        raise OptionError(f"config: the weights in {given} cannot be read: {_first_line(error)}") from error
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise OptionError(f"config: no {config.model_type} can be made of this config: {_first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+@contextmanager
+def _explained(problem: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these ``kinds`` in the block into an ``OptionError`` with the ``problem`` and their first line."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except kinds as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise OptionError(f"{problem}: {line}") from error

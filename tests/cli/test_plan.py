@@ -27,6 +27,7 @@ from asyncpipe.ops.model.trace.trace import trace
 from asyncpipe.pipeline import profiling
 from asyncpipe.pipeline.profiling import SampleBatch, choose, measure
 from asyncpipe.train.job_file import Job, load_job, with_plan_file
+from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
@@ -340,7 +341,7 @@ async def test_a_run_that_overlaps_its_steps_chooses_for_that(monkeypatch, share
     training = {"steps": 3, "clip": None, "overlap": True}
     job = make_run(pipeline={"schedule": "auto"}, training=training, faults={"step_retries": 0})
     async with DevicePool() as pool:
-        assert (await TrainingRun(job, make_workload, pool=pool, share=share).run()).steps == 3
+        assert (await TrainingRun(job, make_workload, pool=pool, orders=RunOrders(share)).run()).steps == 3
     assert asked == [1]
 
 
@@ -395,7 +396,7 @@ async def test_a_run_that_is_stopped_while_it_measures_ends(monkeypatch):
 
     def stop_after_the_first(self: profiling.Measuring, *args: Any, **options: Any) -> None:
         real(self, *args, **options)
-        run.stop()
+        run.orders.stop()
 
     monkeypatch.setattr(profiling.Measuring, "round", stop_after_the_first)
     summary = await run.run()

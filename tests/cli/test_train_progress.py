@@ -32,37 +32,22 @@ def simulated() -> Report:
 
 
 def steps(simulated: Report, count: int) -> list[StepProgress]:
-    meter = Meter(steps=41)
-    return [
-        meter.add(
-            loss=4.5 - n / 100,
-            learning_rate=1e-3,
-            gradient_norm=1.0,
-            seconds=0.5,
-            samples=8,
-            tokens=1000,
-            report=simulated,
-        )
-        for n in range(count)
-    ]
+    meter, found = Meter(steps=41), []
+    for n in range(count):
+        meter.add(4.5 - n / 100, 0.5, 1000, simulated.bubble_ratio)
+        means = meter.recent_tokens_per_second, meter.remaining_seconds
+        found.append(StepProgress(n + 1, 41, 4.5 - n / 100, 1e-3, 1.0, 0.5, 8, 1000, *means, simulated))
+    return found
 
 
 def test_the_meter_gives_recent_means_and_what_is_left(simulated):
     meter = Meter(steps=100)
     for n in range(30):
-        last = meter.add(
-            loss=float(n),
-            learning_rate=1.0,
-            gradient_norm=1.0,
-            seconds=(n + 1) / 10,
-            samples=1,
-            tokens=n + 1,
-            report=simulated,
-        )
+        meter.add(float(n), (n + 1) / 10, n + 1, simulated.bubble_ratio)
     assert meter.loss == pytest.approx(19.5)
-    assert (last.step, last.steps) == (30, 100)
-    assert last.tokens_per_second == pytest.approx(10)
-    assert last.remaining_seconds == pytest.approx(70 * 2.05)
+    assert meter.step == 30
+    assert meter.recent_tokens_per_second == pytest.approx(10)
+    assert meter.remaining_seconds == pytest.approx(70 * 2.05)
     assert meter.bubble_ratio == pytest.approx(simulated.bubble_ratio)
 
 

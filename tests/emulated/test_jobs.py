@@ -184,7 +184,7 @@ async def test_a_loss_that_is_not_finite_ends_the_run_at_its_step_with_the_weigh
         made.append(workload())
         return made[1]
 
-    sink = Sink(lambda step: step == 2 and run.stop())
+    sink = Sink(lambda step: step == 2 and run.orders.stop())
     run = TrainingRun(on(["cpu:0"], training={"steps": 9}), stopped_after_two, progress=sink)
     await run.run()
     for ours, theirs in zip(weights, made[1].model.parameters(), strict=True):

@@ -64,19 +64,29 @@ class Fake:
 
     job: Job
     progress: Any
-    share: Any
+    orders: Any
     first: int
     """The step that its snapshot was taken after."""
     fails: Callable[[Fake], BaseException | None]
     steps: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     schedules: list[str] = field(default_factory=list)
+    following: list[asyncio.Task[None]] = field(default_factory=list)
     step: int = 0
-    stopping: bool = False
     refused: BaseException | None = None
     ended: bool = False
 
+    @property
+    def share(self) -> Any:
+        return self.orders.share
+
+    @property
+    def stopping(self) -> bool:
+        return bool(self.orders.stopping)
+
     async def run(self) -> TrainingSummary:
         self.step = self.first
+        unwatch = self.orders.watch(self.hear)
+        self.hear()
         try:
             while self.step < self.job.training.steps and not self.stopping:
                 await self.steps.acquire()
@@ -94,6 +104,8 @@ class Fake:
             return TrainingSummary(self.job.name, self.step, self.stopping, 0.0, 0.0, 0.0, 0.0, snapshot=last)
         finally:
             self.ended = True
+            unwatch()
+            await asyncio.gather(*self.following)
 
     def snapshot(self) -> None:
         assert self.job.snapshots is not None
@@ -101,19 +113,18 @@ class Fake:
         path.mkdir(parents=True, exist_ok=True)
         self.progress.snapshot(self.step, path)
 
-    def stop(self) -> None:
-        self.stopping = True
-        self.steps.release()
+    def hear(self) -> None:
+        if self.stopping:
+            self.steps.release()
+        if self.orders.wants_schedule:
+            self.following.append(asyncio.create_task(self.orders.follow(self.follow)))
 
     def go(self, steps: int = 10**6) -> None:
         """Let it do so many steps."""
         for _ in range(min(steps, self.job.training.steps + 1)):
             self.steps.release()
 
-    def change_share(self, share: Any) -> None:
-        self.share = share
-
-    async def change_schedule(self, name: str) -> None:
+    async def follow(self, name: str) -> None:
         await asyncio.sleep(0)
         if self.refused is not None:
             raise self.refused
@@ -134,8 +145,8 @@ class Fakes:
         """Whether trainings run without being told to."""
         self.fails: Callable[[Fake], BaseException | None] = lambda fake: None
 
-    def __call__(self, job: Job, make_workload: Any, *, progress: Any, share: Any, **_: Any) -> Fake:
-        fake = Fake(job, progress, share, self.snapshots[job.name], lambda fake: self.fails(fake))
+    def __call__(self, job: Job, make_workload: Any, *, progress: Any, orders: Any, **_: Any) -> Fake:
+        fake = Fake(job, progress, orders, self.snapshots[job.name], lambda fake: self.fails(fake))
         keep = fake.snapshot
 
         def snapshot() -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from asyncpipe import Share
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.job_file import Job
+from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.snapshots.format import read_snapshot
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
@@ -180,15 +181,20 @@ async def beside_others(job: Job, make: Callable[[], Workload], told: Told, fold
     """The job's run, next to two others that draw all the time, on the same devices."""
     async with DevicePool() as pool:
         others = [
-            TrainingRun(job_of(folder / str(seed), seed=seed, steps=999), plain, pool=pool, share=Share(str(seed), 2.0))
+            TrainingRun(
+                job_of(folder / str(seed), seed=seed, steps=999),
+                plain,
+                pool=pool,
+                orders=RunOrders(Share(str(seed), 2.0)),
+            )
             for seed in (7, 8)
         ]
         begun = [asyncio.ensure_future(other.run()) for other in others]
         try:
-            return await TrainingRun(job, make, progress=told, pool=pool, share=Share("mine")).run()
+            return await TrainingRun(job, make, progress=told, pool=pool, orders=RunOrders(Share("mine"))).run()
         finally:
             for other in others:
-                other.stop()
+                other.orders.stop()
             await asyncio.gather(*begun)
 
 

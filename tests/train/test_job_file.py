@@ -97,16 +97,12 @@ def test_a_right_file_gives_its_values_and_the_defaults(write):
     assert job.path.name == "linear.toml"
 
 
-def test_snapshots_are_taken_where_the_table_is_there(write):
-    job = load_job(write(("[observe]", '[snapshots]\nfolder = "runs/s"\n[observe]\nnvtx = true\nserve_port = 0')))
+def test_tables_that_are_there_are_read(write):
+    tables = '[snapshots]\nfolder = "runs/s"\n[faults]\nstep_retries = 0\nsnapshot_retries = 5\nnon_finite = "skip"\n'
+    job = load_job(write(("[observe]", f"{tables}most_skipped = 3\n[observe]\nnvtx = true\nserve_port = 0")))
     assert job.snapshots == SnapshotTable(folder=Path("runs/s"), every=100, keep=3, keep_every=None, resume=False)
+    assert job.faults == FaultTable(step_retries=0, snapshot_retries=5, non_finite="skip", most_skipped=3)
     assert (job.observe.nvtx, job.observe.opentelemetry, job.observe.serve_port) == (True, False, 0)
-
-
-def test_faults_are_what_the_table_says(write):
-    table = '[faults]\nstep_retries = 0\nsnapshot_retries = 5\nnon_finite = "skip"\nmost_skipped = 3\n[observe]'
-    faults = load_job(write(("[observe]", table))).faults
-    assert faults == FaultTable(step_retries=0, snapshot_retries=5, non_finite="skip", most_skipped=3)
 
 
 def test_workers_of_ray_are_made_with_the_options_of_their_table(write):
@@ -160,8 +156,6 @@ WRONG = [
     ('"gpipe"', "3", "pipeline.schedule", ["must be one of 1f1b, ", "got 3"]),
     ('"gpipe"', '"gpipe"\ncheckpoint = "some"', "pipeline.checkpoint", ["always, except_last, never", 'got "some"']),
     ('"gpipe"', '"gpipe"\nmicrobatches = 0', "pipeline.microbatches", ["integer of at least 1", "got 0"]),
-    ('"gpipe"', '"gpipe"\nmicrobatches = 2.0', "pipeline.microbatches", ["integer of at least 1", "got 2.0"]),
-    ('"gpipe"', '"gpipe"\nmicrobatches = true', "pipeline.microbatches", ["integer of at least 1", "got true"]),
     (
         '"gpipe"',
         '"gpipe"\nmicrobatch = 4',
@@ -170,7 +164,6 @@ WRONG = [
     ),
     ('"gpipe"', '"auto"\norder = "hint"', "pipeline.order", ['must be "strict" with schedule "auto", got "hint"']),
     ('"gpipe"', '"auto"\nstages = 2', "pipeline.stages", ['leave it out with schedule "auto"', "got 2"]),
-    ('"gpipe"', '"gpipe"\nstages = "2"', "pipeline.stages", ["integer of at least 1", 'got "2"']),
     ("[1, 2]", '"even"', "pipeline.balance", ['"auto" or a list of positive integers', 'got "even"']),
     ("[1, 2]", "[1, 0]", "pipeline.balance", ['"auto" or a list of positive integers', "got [1, 0]"]),
     ("[1, 2]", "[1, 2, 3]", "pipeline", ["3 stages for 2 devices"]),
@@ -179,10 +172,6 @@ WRONG = [
     ("steps = 3", "", "training.steps", ["missing", "integer of at least 1"]),
     ("= 1\n", "= 0\n", "training.learning_rate", ["finite number greater than 0", "got 0"]),
     ("= 1\n", "= nan\n", "training.learning_rate", ["finite number greater than 0", "got NaN"]),
-    ("= 1\n", "= 1\nweight_decay = -1\n", "training.weight_decay", ["finite number of at least 0", "got -1"]),
-    ("= 1\n", "= 1\nclip = 0\n", "training.clip", ["finite number greater than 0", "got 0"]),
-    ("= 1\n", "= 1\nwarmup_steps = -1\n", "training.warmup_steps", ["integer of at least 0", "got -1"]),
-    ("= 1\n", "= 1\nseed = -1\n", "training.seed", ["integer from 0 to 2**63 - 1", "got -1"]),
     ("= 1\n", "= 1\noverlap = 1\n", "training.overlap", ["must be true or false", "got 1"]),
     (
         "= 1\n",
@@ -194,14 +183,8 @@ WRONG = [
     ("metrics_port = 0", "metrics_port = 70000", "observe.metrics_port", ["0 (any free one) to 65535", "got 70000"]),
     ('trace = "runs/linear.json"', "trace = 3", "observe.trace", ["path of a file", "got 3"]),
     ('trace = "runs/linear.json"', 'trace = "."', "observe.trace", ["is a folder"]),
-    ("metrics_port = 0", "serve_port = -1", "observe.serve_port", ["0 (any free one) to 65535", "got -1"]),
-    ("metrics_port = 0", "nvtx = 1", "observe.nvtx", ["must be true or false", "got 1"]),
-    ("metrics_port = 0", 'opentelemetry = "yes"', "observe.opentelemetry", ["must be true or false", 'got "yes"']),
     ("[observe]", "[snapshots]\n[observe]", "snapshots.folder", ["missing; must be the path of a folder"]),
     ("[observe]", "[snapshots]\nfolder = 3\n[observe]", "snapshots.folder", ["path of a folder", "got 3"]),
-    ("[observe]", '[snapshots]\nfolder = "s"\nevery = 0\n[observe]', "snapshots.every", ["at least 1", "got 0"]),
-    ("[observe]", '[snapshots]\nfolder = "s"\nkeep = 0\n[observe]', "snapshots.keep", ["at least 1", "got 0"]),
-    ("[observe]", "[faults]\nstep_retries = -1\n[observe]", "faults.step_retries", ["at least 0", "got -1"]),
     (
         "[observe]",
         '[faults]\nnon_finite = "hope"\n[observe]',
@@ -213,18 +196,6 @@ WRONG = [
         "[faults]\nretries = 1\n[observe]",
         "faults.retries",
         ["did you mean 'step_retries'", "most_skipped"],
-    ),
-    (
-        "[observe]",
-        '[snapshots]\nfolder = "s"\nkeep_every = 0\n[observe]',
-        "snapshots.keep_every",
-        ["an integer of at least 1", "got 0"],
-    ),
-    (
-        "[observe]",
-        '[snapshots]\nfolder = "s"\nresume = "yes"\n[observe]',
-        "snapshots.resume",
-        ["must be true or false", 'got "yes"'],
     ),
     (
         "[observe]",
@@ -244,7 +215,6 @@ WRONG = [
         "snapshots.folder",
         ["cannot use settings_workload.py: File exists"],
     ),
-    ('trace = "runs/linear.json"', 'trace = "runs/t"\ntrace_steps = 0', "observe.trace_steps", ["at least 1", "got 0"]),
 ]
 
 

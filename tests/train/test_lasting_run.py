@@ -18,7 +18,7 @@ from run_helpers import Told, assert_same_end, plain
 
 from asyncpipe.errors import HostLostError, JobFileError
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.train import lasting_run
+from asyncpipe.train import lasting_run, next_move
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.progress import StepProgress
@@ -49,6 +49,7 @@ def pool(hosts: Hosts) -> Iterator[DevicePool]:
 @pytest.fixture(autouse=True)
 def _all_on(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lasting_run, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(next_move, "LONGEST_PAUSE", 0.02)
     yield
     hosts.off.clear()
     hosts.silent.clear()

@@ -84,7 +84,7 @@ async def test_a_run_that_is_stopped_while_it_waits_ends_with_the_batch_and_goes
     slow, told = Slow(3), Told()
     run = TrainingRun(job_of(tmp_path / "parts"), slow.make, progress=told)
     async with slow.waiting(run, told) as running:
-        run.stop()
+        run.orders.stop()
         for _ in range(100):
             await asyncio.sleep(0)
         assert not running.done()
@@ -140,8 +140,11 @@ def raising(after: int) -> Callable[[int, Generator], Iterator[Batch]]:
 async def test_a_loader_that_raises_ends_the_run_behind_the_steps_whose_batches_it_made(tmp_path, after, caplog):
     told = Told()
     job = make_job(tmp_path)
-    with pytest.raises(DataError, match=f"^the job's data failed after {after} batches: OSError: the share is gone$"):
+    message = f"^the job's data failed after {after} batches: OSError: the share is gone$"
+    with pytest.raises(DataError, match=message) as caught:
         await TrainingRun(job, lambda: replace(plain(), batches=raising(after)), progress=told).run()
+    assert caught.value.batches == after
+    assert isinstance(caught.value.__cause__, OSError)
     assert len(told.losses) == after
     assert all(path == tmp_path / f"step-{step}" and step <= after for step, path in told.snapshots)
     assert names(tmp_path) == [path.name for _, path in told.snapshots]
@@ -149,7 +152,7 @@ async def test_a_loader_that_raises_ends_the_run_behind_the_steps_whose_batches_
 
 
 async def test_data_that_fails_on_the_way_to_its_place_is_told_as_that(tmp_path):
-    first = TrainingRun(make_job(tmp_path), plain, progress=Told(lambda step: step == 4 and first.stop()))
+    first = TrainingRun(make_job(tmp_path), plain, progress=Told(lambda step: step == 4 and first.orders.stop()))
     await first.run()
     with pytest.raises(DataError, match=r"^the job's data failed after 2 batches: OSError: the share is gone$"):
         await TrainingRun(make_job(tmp_path), lambda: replace(plain(), batches=raising(2), memoryless=False)).run()

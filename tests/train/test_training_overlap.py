@@ -83,9 +83,10 @@ async def one_by_one(folder: Path, make: Callable[[], Workload] = plain, **pipel
     return summary.snapshot, told
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h2"])
-@pytest.mark.parametrize("every", [99, 2])
-@pytest.mark.parametrize("kind", LOADED)
+@pytest.mark.parametrize(
+    ("kind", "every", "schedule"),
+    [*((kind, 99, "1f1b") for kind in LOADED), ("plain", 2, "gpipe"), ("with a state of its own", 2, "zb-h2")],
+)
 async def test_the_bits_of_steps_one_by_one(tmp_path, behind, kind, every, schedule):
     whole, told = await one_by_one(tmp_path / "one", LOADED[kind], schedule=schedule)
     disturb()
@@ -124,7 +125,7 @@ async def test_a_run_that_ends_early_goes_on_to_the_same_bits(tmp_path, end):
 
     def on_step(step: int) -> None:
         if step == 3:
-            first.stop() if end == "stop" else running.cancel()
+            first.orders.stop() if end == "stop" else running.cancel()
 
     disturb()
     parts = Told(on_step)
@@ -147,7 +148,7 @@ async def test_another_schedule_waits_for_the_steps_that_have_begun(tmp_path):
 
     def on_step(step: int) -> None:
         if step == 2:
-            asked.append(asyncio.ensure_future(changing.change_schedule("gpipe")))
+            asked.append(asyncio.ensure_future(changing.orders.change_schedule("gpipe")))
 
     told = Told(on_step)
     changing = TrainingRun(job_of(tmp_path), plain, progress=told)
@@ -179,12 +180,13 @@ async def test_a_loss_that_is_not_finite_ends_the_run_and_is_in_no_snapshot(tmp_
     assert again.losses == whole.losses[3:]
 
 
-async def test_gradients_that_are_not_finite_count_where_the_loss_is(tmp_path):
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_gradients_that_are_not_finite_count_where_the_loss_is(tmp_path, overlap):
     def root_loss(output: Tensor, target: Tensor) -> Tensor:
         return (output * 0).abs().sqrt().sum()  # At 0 the root is 0 and its slope is infinite.
 
     for non_finite in ("fail", "ignore"):
-        job = job_of(tmp_path / non_finite, every=1, faults={"non_finite": non_finite})
+        job = job_of(tmp_path / non_finite, every=1, overlap=overlap, faults={"non_finite": non_finite})
         running = run(job, lambda: replace(plain(), loss_fn=root_loss))
         if non_finite == "ignore":
             assert (await running).steps == STEPS
@@ -219,8 +221,9 @@ async def test_a_lack_of_memory_is_explained(tmp_path):
     assert (len(told.losses), len(told.notes)) == (1, 1)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-async def test_batches_that_end_or_fail(tmp_path, fails):
+async def test_batches_that_end_or_fail(tmp_path, fails, overlap):
     def four(batch_size: int, generator: Generator) -> Iterator[Batch]:
         for number, batch in enumerate(batches(batch_size, generator)):
             if number == 4:
@@ -230,7 +233,7 @@ async def test_batches_that_end_or_fail(tmp_path, fails):
             yield batch
 
     told = Told()
-    running = run(job_of(tmp_path), lambda: replace(plain(), batches=four), told)
+    running = run(job_of(tmp_path, overlap=overlap), lambda: replace(plain(), batches=four), told)
     if fails:
         with pytest.raises(DataError, match="after 4 batches"):
             await running

@@ -28,17 +28,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.mark.parametrize("kind", LOADED)
-async def test_a_run_among_others_has_the_bits_that_it_has_alone(tmp_path, kind):
-    alone, among = Told(), Told()
-    one = await TrainingRun(job_of(tmp_path / "alone"), LOADED[kind], progress=alone).run()
-    disturb()
-    other = await beside_others(job_of(tmp_path / "among"), LOADED[kind], among, tmp_path)
-    assert among.losses == alone.losses
-    assert len(set(among.losses)) == STEPS
-    assert_same_end(other.snapshot, one.snapshot)
-
-
-@pytest.mark.parametrize("kind", LOADED)
 @pytest.mark.parametrize("first", ["alone", "among others"])
 async def test_a_run_goes_on_with_the_same_bits_alone_and_among_others(tmp_path, kind, first):
     async def run(told: Told, folder: Path, *, alone: bool) -> Any:
@@ -53,7 +42,7 @@ async def test_a_run_goes_on_with_the_same_bits_alone_and_among_others(tmp_path,
         begun = TrainingRun(
             job_of(tmp_path / "parts"),
             LOADED[kind],
-            progress=Told(lambda step: step == 3 and begun.stop()),
+            progress=Told(lambda step: step == 3 and begun.orders.stop()),
             pool=None if first == "alone" else pool,
         )
         await begun.run()
@@ -71,7 +60,7 @@ async def test_what_belongs_to_the_process_is_neither_kept_nor_put_back(tmp_path
     wanted = drawn()
     disturb()
     async with DevicePool() as pool:
-        told = Told(lambda step: step == 3 and run.stop())
+        told = Told(lambda step: step == 3 and run.orders.stop())
         run = TrainingRun(job_of(tmp_path), plain, pool=pool, progress=told)
         await run.run()
         assert list(read_snapshot(tmp_path / "step-3").states["run"]["random"]) == ["cpu"]
@@ -79,38 +68,28 @@ async def test_what_belongs_to_the_process_is_neither_kept_nor_put_back(tmp_path
     assert drawn() == wanted
 
 
-async def test_a_run_on_a_pool_can_be_stopped_while_it_is_made(tmp_path):
-    told = Told()
+@pytest.mark.parametrize("begun", [0, 2])
+async def test_a_run_on_a_pool_that_is_stopped_while_it_is_made_keeps_its_step(tmp_path, begun):
+    if begun:
+        first = TrainingRun(job_of(tmp_path), plain, progress=Told(lambda step: step == begun and first.orders.stop()))
+        await first.run()
 
     def make() -> Workload:
-        run.stop()
+        run.orders.stop()
         return plain()
 
     async with DevicePool() as pool:
-        # There are not so many layers, but nobody looks any more.
-        run = TrainingRun(job_of(tmp_path, devices=9), make, pool=pool, progress=told)
+        # Where it has not begun, there are not so many layers, but nobody looks any more.
+        run = TrainingRun(job_of(tmp_path, devices=2 if begun else 9), make, pool=pool)
         summary = await run.run()
-    assert (summary.steps, summary.stopped, summary.snapshot, told.losses) == (0, True, None, [])
-
-
-async def test_a_run_that_goes_on_and_is_stopped_while_it_is_made_keeps_its_step(tmp_path):
-    first = TrainingRun(job_of(tmp_path), plain, progress=Told(lambda step: step == 2 and first.stop()))
-    await first.run()
-
-    def make() -> Workload:
-        run.stop()
-        return plain()
-
-    async with DevicePool() as pool:
-        run = TrainingRun(job_of(tmp_path), make, pool=pool)
-        summary = await run.run()
-    assert (summary.steps, summary.stopped, summary.snapshot) == (2, True, tmp_path / "step-2")
+    assert (summary.steps, summary.stopped) == (begun, True)
+    assert summary.snapshot == (tmp_path / "step-2" if begun else None)
 
 
 async def test_a_run_is_stopped_between_two_rounds_of_its_measurements(tmp_path):
     class Watched(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            run.stop()
+            run.orders.stop()
             return super().forward(x)
 
     def make() -> Workload:

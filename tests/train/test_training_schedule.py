@@ -45,7 +45,7 @@ class Changing:
             yield batch
 
     def ask(self) -> None:
-        self.asked.append(asyncio.ensure_future(self.run.change_schedule(self.schedule)))
+        self.asked.append(asyncio.ensure_future(self.run.orders.change_schedule(self.schedule)))
 
 
 def about(folder: Path, step: int) -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ async def test_a_run_that_changed_goes_on_with_the_same_bits(tmp_path):
     told = Told()
     summary = await Changing(job_of(tmp_path / "whole"), "gpipe", told).run.run()
     folder = tmp_path / "parts"
-    parts = Told(lambda step: step == 4 and first.run.stop())
+    parts = Told(lambda step: step == 4 and first.run.orders.stop())
     first = Changing(job_of(folder), "gpipe", parts)
     await first.run.run()
     again = Told()
@@ -117,12 +117,12 @@ async def test_before_the_first_step_it_holds_for_that(tmp_path, when):
     told = Told()
     run = TrainingRun(job_of(tmp_path), make, progress=told)
     if when == "before it begins":
-        asked = asyncio.ensure_future(run.change_schedule("gpipe"))
+        asked = asyncio.ensure_future(run.orders.change_schedule("gpipe"))
         await asyncio.sleep(0)
     running = asyncio.ensure_future(run.run())
     await asyncio.to_thread(reached.wait)
     if when == "while it is made":
-        asked = asyncio.ensure_future(run.change_schedule("gpipe"))
+        asked = asyncio.ensure_future(run.orders.change_schedule("gpipe"))
         await asyncio.sleep(0)
     assert not asked.done()
     go_on.set()
@@ -134,7 +134,7 @@ async def test_before_the_first_step_it_holds_for_that(tmp_path, when):
 
 async def test_the_last_of_several_holds_and_who_gave_up_is_not_heeded(tmp_path):
     run = TrainingRun(job_of(tmp_path), plain)
-    asked = [asyncio.ensure_future(run.change_schedule(name)) for name in ("zb-h1", "soon", "gpipe", "1f1b")]
+    asked = [asyncio.ensure_future(run.orders.change_schedule(name)) for name in ("zb-h1", "soon", "gpipe", "1f1b")]
     await asyncio.sleep(0)
     asked[3].cancel()
     await run.run()
@@ -155,9 +155,9 @@ async def test_nobody_waits_for_a_run_that_has_ended(tmp_path, end):
     def on_step(step: int) -> None:
         if step < (STEPS if end == "through" else 3):
             return
-        waiting.append(asyncio.ensure_future(run.change_schedule("gpipe")))
+        waiting.append(asyncio.ensure_future(run.orders.change_schedule("gpipe")))
         if end == "stopped":
-            run.stop()
+            run.orders.stop()
         elif end == "failed":
             raise ZeroDivisionError
         elif end == "cancelled":
@@ -168,7 +168,7 @@ async def test_nobody_waits_for_a_run_that_has_ended(tmp_path, end):
     await asyncio.wait([running])
     if end in ("failed", "cancelled"):
         assert running.cancelled() or isinstance(running.exception(), ZeroDivisionError)
-    for asking in (*waiting, asyncio.ensure_future(run.change_schedule("gpipe"))):
+    for asking in (*waiting, asyncio.ensure_future(run.orders.change_schedule("gpipe"))):
         with pytest.raises(ScheduleError, match="does no more training steps"):
             await asking
     assert waiting

@@ -39,6 +39,7 @@ async def test_a_snapshot_that_cannot_be_written_is_noted_and_the_run_goes_on(tm
     told = Told(lambda _: rmtree(tmp_path / "gone", ignore_errors=True))
     job = make_job(tmp_path / "gone", snapshots={"every": STEPS})
     assert (await TrainingRun(job, plain, progress=told).run()).snapshot is None
+    assert not (tmp_path / "gone").exists()
     # The log names the folder; the note, which others may read, does not.
     assert str(tmp_path) in caplog.text
     assert (told.snapshots, told.notes) == ([], [(logging.ERROR, "no snapshot of step 6: No such file or directory")])

@@ -125,7 +125,7 @@ async def test_a_run_that_ends_early_goes_on(tmp_path, pool, end):
 
     def on_step(step: int) -> None:
         if step == 3:
-            first.stop() if end == "stop" else running.cancel()
+            first.orders.stop() if end == "stop" else running.cancel()
 
     disturb()
     job = job_of(tmp_path / "parts", every=2)
@@ -156,7 +156,7 @@ async def test_a_run_with_a_feed_goes_on_at_its_step(tmp_path, pool):
 
     def on_step(step: int) -> None:
         if step == 3:
-            first.stop()
+            first.orders.stop()
 
     wanted = await run(job_of(tmp_path / "given"), None, given, told)
     job = job_of(tmp_path / "fed", every=2)

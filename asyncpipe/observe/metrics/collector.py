@@ -130,6 +130,20 @@ class PipelineCollector(Collector):
         """The same families without samples, by which a registry notices a second collector."""
         return _families([])
 
+    def drain(self) -> Totals:
+        """The totals since the last call, for the ``merge`` of a collector in another process."""
+        while self._fold_oldest(scraping=True):
+            pass
+        with self._lock:
+            taken, self._totals = self._totals, Totals()
+            self._totals.gauges = dict(taken.gauges)
+        return taken
+
+    def merge(self, totals: Totals) -> None:
+        """Add what ``drain`` of a collector in another process has returned."""
+        with self._lock:
+            self._totals.merge(totals)
+
     def snapshot(self) -> Totals:
         """A copy of the totals, the last step included."""
         while self._fold_oldest(scraping=True):

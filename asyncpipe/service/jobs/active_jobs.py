@@ -157,7 +157,7 @@ class ActiveJobs:
 
     async def pause(self, job: str, cause: str) -> JobRecord:
         """The job, paused, or running and asked to pause after its step."""
-        return await self._end(job, JobState.PAUSED, cause, JobRun.stop)
+        return await self._end(job, JobState.PAUSED, cause, lambda run: run.orders.stop())
 
     async def cancel(self, job: str, cause: str) -> JobRecord:
         """The job, cancelled, or running and asked to end after the current tasks."""

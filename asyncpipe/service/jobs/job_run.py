@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.errors import AsyncpipeError
+from asyncpipe.errors import AsyncpipeError, ScheduleError
 from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord
@@ -32,33 +32,24 @@ from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
-from asyncpipe.train.schedule_changes import NoMoreStepsError
+from asyncpipe.train.run_orders import NoMoreStepsError, RunOrders
 from asyncpipe.train.trace_files import TraceRecorder
 from asyncpipe.train.workload import Workload
 
-__all__ = ["JobRun", "JobTrainer", "MakeTrainer"]
+__all__ = ["JobRun", "MakeTrainer", "Run"]
 
 TRACED_STEPS, TRACED_TASKS = 3, 20_000
 """How many of the last steps a run's trace has, and the most tasks of several."""
 
 
-class JobTrainer(Protocol):
-    """``LastingRun``, or a replacement in tests."""
+class Run(Protocol):
+    """``LastingRun``, or one in another process."""
 
     async def run(self) -> TrainingSummary:
         """Train to the end."""
 
-    def stop(self) -> None:
-        """End after the current step."""
 
-    async def change_schedule(self, name: str) -> None:
-        """Follow another schedule from the next step on."""
-
-    def change_share(self, share: Share) -> None:
-        """Have another share of the devices, from the next step or the next run on."""
-
-
-MakeTrainer = Callable[..., JobTrainer]
+MakeTrainer = Callable[..., Run]
 
 
 class JobRun:
@@ -78,6 +69,8 @@ class JobRun:
         self.record = record
         self.job = job
         self.collector = collector
+        self.orders = RunOrders(_share_of(record))
+        """What is asked of it."""
         self.view = LiveView(job.name, steps=job.training.steps)
         """The state of the job's live page."""
         self.trace = TraceRecorder(TRACED_STEPS, TRACED_TASKS)
@@ -100,9 +93,8 @@ class JobRun:
         """Failed attempts at the current step."""
         self._log: JobLog
         """From the beginning of ``run`` on."""
-        self._training: JobTrainer | None = None
         self._task: asyncio.Task[TrainingSummary] | None = None
-        self._started = self._stopping = self._cancelling = False
+        self._started = self._cancelling = False
         self.expired: str | None = None
         """Why it is to fail, once it has stopped."""
 
@@ -126,15 +118,10 @@ class JobRun:
                 await in_thread(lambda: keep_view(log.folder, self.view))
             except OSError as error:
                 self.noted(logging.WARNING, f"its page cannot be kept up to date: {error}")
-            self._training = self._task = None
+            self.orders.close()
+            self._task = None
             await log.flush()
             await in_thread(lambda: self._write_trace(log.folder))
-
-    def stop(self) -> None:
-        """End the run after its step, with a snapshot."""
-        self._stopping = True
-        if self._training is not None:
-            self._training.stop()
 
     def cancel(self) -> None:
         """End the run between two tasks."""
@@ -144,57 +131,44 @@ class JobRun:
 
     async def change_schedule(self, name: str) -> bool:
         """Use the schedule ``name`` from the next step on; false if the run ends before. Raises ``ScheduleError``."""
-        training, task = self._training, self._task
-        if training is None or task is None:
-            if not self._started:
-                self.job = self.job.override("pipeline", schedule=name)
-            return not self._started
-        change = asyncio.create_task(training.change_schedule(name))
+        if not self._started:
+            self.job = self.job.override("pipeline", schedule=name)
+            return True
         try:
-            await asyncio.wait([change, task], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not change.done():
-                change.cancel()
-                await asyncio.wait([change])
-        if change.cancelled():
-            return False
-        error = change.exception()
-        if isinstance(error, NoMoreStepsError) or (error is not None and (self._stopping or task.done())):
-            return False
-        change.result()
+            await self.orders.change_schedule(name)
+        except ScheduleError as error:
+            if isinstance(error, NoMoreStepsError) or self.orders.stopping:
+                return False
+            raise
         return True
 
     def change_share(self) -> None:
         """Have the weight and the class that its record has now."""
-        if self._training is not None:
-            self._training.change_share(_share_of(self.record))
+        self.orders.change_share(_share_of(self.record))
 
     def expire(self, cause: str) -> None:
         """End the run after its step, with a snapshot, as a failure that trying again would not repair."""
         self.expired = cause
-        self.stop()
+        self.orders.stop()
 
     # Training
 
     async def _train(
         self, make: MakeTrainer, make_workload: Callable[[], Workload], options: Mapping[str, Any]
     ) -> RunOutcome:
-        record = self.record
         try:
-            self._training = make(
+            training = make(
                 self.job,
                 make_workload,
                 progress=self,
                 collector=self.collector,
                 observers=[self.view, self],
-                share=_share_of(record),
+                orders=self.orders,
                 **options,
             )
-            self._task = asyncio.create_task(self._training.run(), name=f"asyncpipe job {self.record.id}")
+            self._task = asyncio.create_task(training.run(), name=f"asyncpipe job {self.record.id}")
         except Exception as error:  # noqa: BLE001 - becomes the outcome
             return failure(error)
-        if self._stopping:
-            self._training.stop()
         if self._cancelling:
             self._task.cancel()
         return await self._outcome(self._task)
@@ -222,7 +196,7 @@ class JobRun:
             self.noted(logging.INFO, f"sample: {summary.sample}")
         if summary.stopped and self.expired is not None:
             return RunOutcome(RunEnding.FAILED_PERMANENTLY, f"{self.expired}; it stopped after step {summary.steps}")
-        if summary.stopped and self._stopping:
+        if summary.stopped and self.orders.stopping:
             return RunOutcome(RunEnding.STOPPED, f"stopped after step {summary.steps}")
         if not self._has_saved(summary):
             # The steps since the last snapshot would be lost; a retry may find room on the disk.

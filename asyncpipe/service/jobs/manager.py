@@ -31,7 +31,7 @@ from asyncpipe.service.jobs.deadlines import end_overdue
 from asyncpipe.service.jobs.ended_jobs import EndedJobs
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
-from asyncpipe.service.jobs.isolation.process_trainer import ProcessTrainer
+from asyncpipe.service.jobs.isolation.process_run import ProcessRun
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decisions, why_behind
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
@@ -84,7 +84,7 @@ class Manager:
         self.processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None
         self._hung = 0
         """Hangs that were found in processes of jobs."""
-        self._make_trainer = make_trainer or (LastingRun if self.processes is None else self._process_trainer)
+        self._make_trainer = make_trainer or (LastingRun if self.processes is None else self._process_run)
         self._retry_seconds = retry_seconds
         self._clock = clock
         self._stack = AsyncExitStack()
@@ -139,7 +139,7 @@ class Manager:
             with suppress(Exception):  # Logged where it was raised.
                 await self._scheduler
             for run in list(self.jobs.running.values()):
-                run.stop()
+                run.orders.stop()
             if self._runs:
                 await asyncio.wait(self._runs)
         finally:
@@ -266,9 +266,9 @@ class Manager:
 
     # Running jobs
 
-    def _process_trainer(self, *arguments: Any, **options: Any) -> ProcessTrainer:
+    def _process_run(self, *arguments: Any, **options: Any) -> ProcessRun:
         assert self.processes is not None
-        return ProcessTrainer(self.processes, self._count_hung, *arguments, **options)
+        return ProcessRun(self.processes, self._count_hung, *arguments, **options)
 
     def _count_hung(self, hung: int) -> None:
         self._hung += hung
@@ -291,7 +291,7 @@ class Manager:
 
     async def _run(self, run: JobRun, make_workload: Callable[[], Workload], log: JobLog) -> RunOutcome:
         if self.shutdown is not None:
-            run.stop()
+            run.orders.stop()
         try:
             return await run.run(self._make_trainer, make_workload, log, pool=self.pool, leave=self.hosts)
         except Exception as error:

@@ -21,7 +21,7 @@ import platform
 import shutil
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,16 @@ class SnapshotWriter:
         collector: PipelineCollector | None = None,
         resumed: ResumePoint | None = None,
         progress: ProgressSink | None = None,
+        saved: Callable[[], object] = lambda: None,
     ) -> None:
+        """``saved`` is called behind each snapshot that is on disk, as ``progress`` is."""
         self._table = job.snapshots
         self._job = job
         self._schedule_sha256: str | None = None
         self._stages: StagesInWorkers | None = None
         self._collector = collector
         self._progress = progress if progress is not None else ProgressSink()
+        self._saved = saved
         self._begun = 0 if resumed is None else resumed.step
         """The step of the newest snapshot that was begun."""
         self._number = 0 if resumed is None else resumed.manifest.number
@@ -171,6 +174,7 @@ class SnapshotWriter:
             self._removable.append(path)
         while len(self._removable) > self._table.keep:
             await in_thread(partial(_remove, self._removable.popleft()))
+        self._saved()
         self._progress.snapshot(manifest.step, path)
 
     def _report_failure(self, step: int, folder: Path, error: Exception) -> None:

@@ -32,7 +32,7 @@ from torch import Generator, nn
 
 from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.testing import EdgeShape, EdgeState, reshape, shape_edges
-from asyncpipe.train import lasting_run
+from asyncpipe.train import lasting_run, next_move
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
@@ -134,7 +134,8 @@ class Rounds(ProgressSink):
     async def run(self) -> None:
         """All rounds. Raises ``AssertionError`` unless all is as it should be."""
         with pytest.MonkeyPatch.context() as patched, self._hosts.pool() as pool:
-            patched.setattr(lasting_run, "LONGEST_PAUSE", 0.1)
+            for module in (lasting_run, next_move):
+                patched.setattr(module, "LONGEST_PAUSE", 0.1)
             self._pool = shape_edges(pool)
             async with pool, Watchdog(pool.driver, floor=FLOOR):
                 self._run = LastingRun(self._job("struck"), self._workload, progress=self, pool=pool)
@@ -210,7 +211,7 @@ class Rounds(ProgressSink):
 
     def started(self, run: RunStarted) -> None:
         if self._round is None:
-            self._run.stop()
+            self._run.orders.stop()
         elif self._struck is None:
             self._begin(self._round)
         else:
@@ -270,7 +271,7 @@ class Rounds(ProgressSink):
             return
         self._next_round()
         if self._round is None:
-            self._run.stop()
+            self._run.orders.stop()
         else:
             assert not self._round.kind
             self._begin(self._round)

@@ -88,7 +88,7 @@ async def test_a_run_killed_behind_any_step_goes_on_to_the_same_bits(tmp_path, k
 async def test_a_run_stopped_and_resumed_again_and_again_is_the_same(tmp_path):
     async def run_a_step() -> list[float]:
         disturb()
-        sink = Sink(lambda _: run.stop())
+        sink = Sink(lambda _: run.orders.stop())
         run = TrainingRun(make_job(tmp_path / "parts"), MAKERS["shuffled"], progress=sink)
         await run.run()
         return sink.losses
@@ -112,7 +112,7 @@ async def test_a_run_that_is_through_does_no_step_more(tmp_path, caplog):
 
 async def test_what_is_kept_is_counted_over_all_processes(tmp_path):
     async def run_to(step: int) -> None:
-        sink = Sink(lambda done: done == step and run.stop())
+        sink = Sink(lambda done: done == step and run.orders.stop())
         run = TrainingRun(make_job(tmp_path, snapshots={"keep": 1, "keep_every": 2}), make_workload, progress=sink)
         await run.run()
 

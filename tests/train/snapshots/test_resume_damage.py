@@ -252,12 +252,6 @@ def test_where_there_is_none_the_run_begins_afresh(tmp_path):
     assert names(tmp_path) == ["new", "notes.txt"]
 
 
-def test_without_resume_the_folder_is_refused_and_the_way_on_told(tmp_path):
-    make_snapshots(tmp_path, 9, 10)
-    with pytest.raises(JobFileError, match=r"up to step-10; move them away or name another one, or go on .* --resume"):
-        open_folder(make_job(tmp_path, snapshots={"resume": False}))
-
-
 def test_the_newest_is_that_of_the_highest_step(tmp_path):
     make_snapshots(tmp_path, 9, 10, 100)
     for name in ("step-200.incomplete", "step-300.unusable", "step-0400", "other"):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from resume_helpers import Loader, assert_same, batches, disturb
+from resume_helpers import assert_same, batches, disturb
 from torch import Generator, nn
 
-from asyncpipe.train.batches import BatchPrefetcher, BatchSource, DataError
+from asyncpipe.train.batches import BatchPrefetcher, BatchSource
 from asyncpipe.train.blocking_calls import DedicatedThread
 from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.progress import Meter
@@ -63,23 +63,6 @@ def test_batches_are_skipped_only_where_they_must(memoryless, made):
     assert again.state_dict()["taken"] == 6
 
 
-def test_a_loader_with_a_state_skips_nothing_and_goes_on_where_it_was():
-    data = data_of(workload_of(Loader))
-    for _ in range(5):
-        data.next()
-    state, wanted = data.state_dict(), data.next()
-    loaders: list[Loader] = []
-
-    def make(batch_size: int, generator: Generator) -> Loader:
-        loaders.append(Loader(batch_size, generator))
-        return loaders[0]
-
-    again = data_of(workload_of(make))
-    again.load_state_dict(state)
-    assert_same(again.next(), wanted)
-    assert loaders[0].made == 1
-
-
 def test_batches_that_are_other_ones_are_told(caplog):
     data = data_of(workload_of())
     data.next()
@@ -99,85 +82,7 @@ def test_skipping_ends_when_the_run_is_stopped(caplog):
     assert not caplog.records
 
 
-def test_a_loader_that_raises_is_told_with_how_far_it_came():
-    def make(batch_size: int, generator: Generator) -> Iterator[Batch]:
-        yield from [next(batches(batch_size, generator))] * 2
-        raise OSError("no route to the data")
-
-    data = data_of(workload_of(make))
-    data.next(), data.next()
-    with pytest.raises(DataError, match=r"^the job's data failed after 2 batches: OSError: no route to") as caught:
-        data.next()
-    assert caught.value.batches == 2
-    assert isinstance(caught.value.__cause__, OSError)
-
-    def refuse(batch_size: int, generator: Generator) -> Iterator[Batch]:
-        raise KeyError("train")
-
-    with pytest.raises(DataError, match=r"^the job's data failed after 0 batches: KeyError: 'train'"):
-        data_of(workload_of(refuse))
-
-
 # One batch ahead
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("make", [batches, Loader])
-async def test_the_place_is_behind_the_batch_that_was_used_while_the_next_is_there(make, shared):
-    async with DedicatedThread("test") as thread:
-        numbers = RunRandom(shared=shared)
-        numbers.build(3, int)
-        feed = BatchPrefetcher(thread, data_of(workload_of(make)), numbers)
-        places, given = [feed.position()], []
-        for _ in range(4):
-            given.append(await feed.next())
-            assert feed.position()["data"]["taken"] == len(given) - 1
-            feed.advance(more=True)
-            await feed.settled()
-            places.append(feed.position())
-        assert [place["data"]["taken"] for place in places] == [0, 1, 2, 3, 4]
-        for done in range(1, 4):
-            again = BatchPrefetcher(thread, data_of(workload_of(make)), numbers)
-            await thread.run(lambda again=again, done=done: again.restore(places[done]))
-            assert_same(await again.next(), given[done])
-            # Asked again, as by a run that was stopped meanwhile, it is the same one, and not used yet.
-            assert_same(await again.next(), given[done])
-            assert_same(again.position(), places[done])
-
-
-async def test_the_last_batch_has_none_behind_it():
-    counted = Counted()
-    async with DedicatedThread("test") as thread:
-        feed = BatchPrefetcher(thread, data_of(workload_of(counted)), RunRandom(shared=True))
-        await feed.next()
-        feed.advance(more=False)
-        await feed.settled()
-        assert (counted.made, feed.position()["data"]["taken"]) == (1, 1)
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-async def test_batches_that_draw_where_they_should_not_find_their_place_too(shared):
-    def unruly(batch_size: int, generator: Generator) -> Iterator[Batch]:
-        while True:
-            x = torch.rand(batch_size, 3)  # As a shuffling DataLoader does that was given no generator.
-            yield x, x + random.random()
-
-    async with DedicatedThread("test") as thread:
-        numbers = RunRandom(shared=shared)
-        numbers.build(3, int)
-        feed = BatchPrefetcher(thread, data_of(workload_of(unruly, memoryless=True)), numbers)
-        await feed.next()
-        feed.advance(more=True)
-        await feed.settled()
-        place, wanted = feed.position(), await feed.next()
-        disturb()
-        other = RunRandom(shared=shared)
-        other.build(99, int)
-        again = BatchPrefetcher(thread, data_of(workload_of(unruly, memoryless=True)), other)
-        await thread.run(lambda: again.restore(place))
-        went_on = await again.next()
-        assert torch.equal(went_on[0], wanted[0])
-        assert torch.equal(went_on[1], wanted[1]) is not shared  # Python's numbers are everybody's there.
 
 
 async def test_a_batch_that_nobody_waits_for_is_waited_for_and_its_error_is_nobodys(caplog):
@@ -247,13 +152,12 @@ def test_every_cuda_device_goes_on_where_it_was():
     assert_same([torch.rand_like(draw) for draw in draws], wanted)
 
 
-def test_a_place_without_steps_can_be_saved_and_one_from_before_skipping_can_be_read(tmp_path):
+def test_a_place_without_steps_can_be_saved_and_read(tmp_path):
     meter, numbers = Meter(3), RunRandom(shared=False)
     with Idle() as thread:
         state = RunState(meter, BatchPrefetcher(thread, data_of(workload_of()), numbers)).state_dict()
         torch.save(state, tmp_path / "run.pt")
         read = torch.load(tmp_path / "run.pt", weights_only=True)
-        del read["meter"]["skipped"], read["meter"]["skipped_in_a_row"]
         RunState(meter, BatchPrefetcher(thread, data_of(workload_of()), numbers)).load_state_dict(read)
     assert (meter.step, meter.skipped) == (0, 0)
 

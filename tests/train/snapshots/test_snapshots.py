@@ -212,22 +212,6 @@ async def test_the_last_step_has_a_snapshot_for_which_the_end_waits(tmp_path, ga
     assert names(tmp_path) == ["step-4", "step-5"]
 
 
-async def test_being_cancelled_does_not_end_the_wait_for_the_snapshot_in_flight(tmp_path, gate):
-    async def use() -> None:
-        async with SnapshotWriter(make_job(tmp_path)) as snapshots:
-            await snapshots.after_step(1, {"part": Part()})
-
-    using = asyncio.ensure_future(use())
-    await asyncio.to_thread(gate.reached.wait)
-    using.cancel()
-    await asyncio.wait([using], timeout=0)
-    assert not using.done()
-    gate.open.set()
-    with pytest.raises(asyncio.CancelledError):
-        await using
-    assert names(tmp_path) == ["step-1"]
-
-
 async def test_there_are_not_two_of_one_step(tmp_path):
     async with SnapshotWriter(make_job(tmp_path)) as snapshots:
         await snapshots.after_last_step(0, {"part": Part()})
@@ -251,12 +235,6 @@ async def test_a_run_that_is_cancelled_waits_for_the_snapshot_in_flight(tmp_path
     assert names(tmp_path) == ["step-2"]
 
 
-async def test_a_run_that_is_stopped_leaves_a_snapshot_of_its_last_step(tmp_path):
-    run = TrainingRun(make_job(tmp_path, every=4), make_workload, progress=Sink(lambda step: step == 5 and run.stop()))
-    summary = await run.run()
-    assert (summary.steps, summary.snapshot) == (5, tmp_path / "step-5")
-
-
 async def test_only_the_last_ones_are_kept_and_what_is_not_ours_stays(tmp_path, caplog):
     (tmp_path / "notes.txt").write_text("mine")
     async with SnapshotWriter(make_job(tmp_path, keep=2)) as snapshots:
@@ -273,16 +251,6 @@ async def test_every_nth_is_kept_for_good_and_does_not_count_among_the_last(tmp_
             await snapshots.after_step(step, {"part": Part()})
             await snapshots.finish()
     assert names(tmp_path) == ["step-30", "step-60", "step-70", "step-80"]
-
-
-async def test_training_goes_on_when_the_folder_is_gone(tmp_path, caplog):
-    folder = tmp_path / "snapshots"
-    sink = Sink(lambda step: step == 1 and folder.rmdir())
-    summary = await TrainingRun(make_job(folder, every=3), make_workload, progress=sink).run()
-    assert (summary.steps, summary.snapshot) == (STEPS, None)
-    assert not folder.exists()
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == [f"no snapshot of step {step} in {folder}: No such file or directory" for step in (3, 6)]
 
 
 @pytest.mark.cuda

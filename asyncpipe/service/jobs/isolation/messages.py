@@ -1,36 +1,27 @@
-"""What the service and the process of a job say to each other."""
+"""What the service and the process of a job say to each other, by their connection, in the order in which it is said.
+
+::
+
+    the service   RunJob                          asked: a ``TrainingSummary``, or ``EndedElsewhereError`` is raised
+                  ("schedule", name)              asked: answered when the run follows it
+                  ("stop",)  ("cancel",)          end after the step; end between two tasks
+                  ("hosts", those to leave)
+                  ("kept", number)                what was told before ("keep", number) is in the service's files
+    the process   RunStarted, StepProgress, WorkerChange, Seen
+                  ("entered", phase)  ("noted", level, text)  ("waiting", reason)  ("snapshot", step, path)
+                  ("keep", number)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from asyncpipe.core.records.worker_notes import WorkerChange
-from asyncpipe.service.jobs.isolation.told_record import ToldRecord
+from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.observe.metrics.totals import Totals
 from asyncpipe.train.job_file import Job
 
-__all__ = [
-    "CancelRun",
-    "FollowSchedule",
-    "Collected",
-    "Confines",
-    "Hung",
-    "Keep",
-    "Kept",
-    "LeaveHosts",
-    "Progressed",
-    "RunJob",
-    "RecordsSeen",
-    "StepDone",
-    "StepTold",
-    "StopRun",
-    "Terminate",
-    "WorkerTold",
-]
-
-
-# The service
+__all__ = ["Confines", "RunJob", "Seen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +40,7 @@ class Confines:
 
 @dataclass(frozen=True, slots=True)
 class RunJob:
-    """Train ``job``. Asked: answered with a ``TrainingSummary``, or ``EndedElsewhereError`` is raised."""
+    """Train ``job``."""
 
     job: Job
     make_workload: bytes = field(repr=False)
@@ -65,100 +56,12 @@ class RunJob:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRun:
-    """End after the current step, with a snapshot."""
+class Seen:
+    """What was seen of steps since it was told last, about once a second."""
 
-
-@dataclass(frozen=True, slots=True)
-class CancelRun:
-    """End between two tasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class FollowSchedule:
-    """Asked: follow the schedule ``name`` from the next step on."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveHosts:
-    """These hosts are to be left, and no others."""
-
-    hosts: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordsSeen:
-    """So many records were taken in."""
-
-    records: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What was told before ``Keep`` of this number is in the service's files."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """A query: write down what all threads do, and end at once, with all children."""
-
-
-# The process
-
-
-@dataclass(frozen=True, slots=True)
-class StepTold:
-    """The record of a completed step."""
-
-    record: ToldRecord
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """The figures of a training step, as ``StepListener`` gets them."""
-
-    loss: float
-    samples: int
-    tokens: int
-    duration: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerTold:
-    """A worker of the job's own came up, or was lost."""
-
-    change: WorkerChange
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """A method of ``PipelineCollector`` was called."""
-
-    method: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    """A method of ``ProgressSink`` was called."""
-
-    method: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Answer with ``Kept`` when what was told before is in the service's files."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hung:
-    """The watchdog of the process has found so many hangs."""
-
+    records: Sequence[StepRecord]
+    """The last ones, and those that failed."""
+    totals: Totals
+    """What all of them add to the metrics."""
     hung: int
+    """How many hangs the watchdog has found since the run began."""
