@@ -14,21 +14,29 @@ tests: ``tests/campaigns``.
 
 from __future__ import annotations
 
-__all__ = ["BENCHMARKS", "OPTIONS"]
+__all__ = ["BENCHMARKS"]
 
-BENCHMARKS = {
-    "compiled": "a GPT-2 on 2 CPU devices with compiled stages, against the same without: step, gradients, graphs",
-    "controller": "what a controller with workers costs: CPU a task, bytes of messages, memory, at 2 to 1,024 workers",
-    "edges": "a message between two worker processes: µs by size, against torch.distributed's send and recv",
-    "many_steps": "steps in a row, one by one and overlapping: time, idle shares, what is idle between two steps",
-    "metrics": "training with metrics that are scraped every second, against training without",
-    "paper": "the tables of the torchgpipe paper on emulated devices, against their bounds; its timelines",
-    "prediction": "predicted steps on several hosts, against measured ones of workers with slowed edges",
-    "unet": "U-Nets on one device: speed, and the largest one in a given memory",
+BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "compiled": (
+        "a GPT-2 on 2 CPU devices with compiled stages, against the same without: step, gradients, graphs",
+        (),
+    ),
+    "controller": (
+        "what a controller with workers costs: CPU a task, bytes of messages, memory, at 2 to 1,024 workers",
+        (),
+    ),
+    "edges": ("a message between two worker processes: µs by size, against torch.distributed's send and recv", ()),
+    "graphs": ("large graphs: seconds to lower and to simulate them", ()),
+    "many_steps": (
+        "steps in a row, one by one and overlapping: time, idle shares, what is idle between two steps",
+        ("steps", "repeats", "cases"),
+    ),
+    "metrics": ("training with metrics that are scraped every second, against training without", ()),
+    "paper": (
+        "the tables of the torchgpipe paper on emulated devices, against their bounds; its timelines",
+        ("device", "out"),
+    ),
+    "prediction": ("predicted steps on several hosts, against measured ones of workers with slowed edges", ()),
+    "unet": ("U-Nets on one device: speed, and the largest one in a given memory", ("device", "size")),
 }
-OPTIONS = {
-    "many_steps": ("steps", "repeats", "cases"),
-    "paper": ("device", "out"),
-    "unet": ("device", "size"),
-}
-"""The options that benchmarks have: keyword arguments of their ``run``."""
+"""By name: what it measures, and its options, which are keyword arguments of ``run``."""

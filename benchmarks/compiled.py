@@ -86,6 +86,7 @@ def show(figures: Figures) -> str:
     return "\n".join(
         [
             *table(rows),
+            "",
             f"compiled / eager: {ratio:.2f}; gradients off by {figures['gradients_off']:.1e} of their norm",
             f"{figures['graph_breaks']} graph breaks, {figures['recompilations']} recompilations",
             *figures["stages"],

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import rollup_bytes, status_bytes, table, worker_pids
+from asyncpipe.bench.harness import table
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
@@ -118,12 +118,12 @@ def measure(case: ControllerCase) -> Figures:
     async def measured() -> Figures:
         return await how[case.kind](case)
 
-    start, began = status_bytes(os.getpid(), "VmRSS"), process_time()
+    start, began = _status_bytes(os.getpid(), "VmRSS"), process_time()
     graph = _graph(case)
     lowered = {
         "tasks_a_step": len(graph.tasks),
         "lower_seconds": process_time() - began,
-        "graph_bytes": status_bytes(os.getpid(), "VmRSS") - start,
+        "graph_bytes": _status_bytes(os.getpid(), "VmRSS") - start,
     }
     return {**case._asdict(), **lowered, **asyncio.run(measured())}
 
@@ -192,7 +192,7 @@ async def _in_workers(case: ControllerCase) -> Figures:
                 observers=observers,
             )
             async with pipe:
-                start, pids = status_bytes(here, "VmRSS"), worker_pids(here)
+                start, pids = _status_bytes(here, "VmRSS"), _worker_pids(here)
                 before = sum(map(_cpu_seconds, pids))
                 await pipe.step(x, x, return_outputs=False)
                 first = (sum(map(_cpu_seconds, pids)) - before) / case.workers
@@ -210,10 +210,39 @@ async def _in_workers(case: ControllerCase) -> Figures:
                     "worker_us": of_workers * us,
                     "step_seconds": (perf_counter() - began) / steps,
                     "first_cpu_seconds": first,
-                    "memory": status_bytes(here, "VmRSS") - start,
-                    "worker_rss": median(rollup_bytes(pid, "Rss") for pid in pids),
-                    "worker_pss": median(rollup_bytes(pid, "Pss") for pid in pids),
+                    "memory": _status_bytes(here, "VmRSS") - start,
+                    "worker_rss": median(_rollup_bytes(pid, "Rss") for pid in pids),
+                    "worker_pss": median(_rollup_bytes(pid, "Pss") for pid in pids),
                 }
+    return found
+
+
+def _status_bytes(pid: int, key: str) -> int:
+    """A line of what the kernel says about a process (``VmRSS``, ``VmHWM``), in bytes. Linux only."""
+    return _kernel_bytes(Path(f"/proc/{pid}/status"), key)
+
+
+def _rollup_bytes(pid: int, key: str) -> int:
+    """A sum over the mappings of a process (``Rss``; ``Pss``: shared memory counts in parts), in bytes. Linux only."""
+    return _kernel_bytes(Path(f"/proc/{pid}/smaps_rollup"), key)
+
+
+def _kernel_bytes(file: Path, key: str) -> int:
+    for line in file.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise LookupError(key)
+
+
+def _worker_pids(pid: int) -> list[int]:
+    """Its workers, which may be children of the process that they are forked from."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            listed = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"asyncpipe/worker" in listed:
+                found += _worker_pids(child) if b"fork server" in listed else [child]
     return found
 
 
@@ -266,7 +295,7 @@ async def _driven(
     for name, observers in (("controller_us", []), ("observed_us", [_Watcher()])):
         placed = PlacedPipeline(0, Tenant(observers=Observers(observers)), links)
         driver.place(placed, ())
-        start, cpu = status_bytes(os.getpid(), "VmRSS"), 0.0
+        start, cpu = _status_bytes(os.getpid(), "VmRSS"), 0.0
         for step in range(steps + 2):
             if step == 2:
                 cpu = process_time()
@@ -274,7 +303,7 @@ async def _driven(
             await driver.issued(execution)
             driver.settle(execution, keep=True)
         found[name] = (process_time() - cpu) / steps / in_step * 1e6
-        found["memory"] = status_bytes(os.getpid(), "VmRSS") - start
+        found["memory"] = _status_bytes(os.getpid(), "VmRSS") - start
         driver.forget(placed)
     return found
 

@@ -19,8 +19,8 @@ import torch
 from torch import Generator, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import alternating, medians, rounds, run_on_loop, table
-from asyncpipe.bench.peers.cases import CASES, loss_fn
+from asyncpipe.bench.cases import CASES, loss_fn
+from asyncpipe.bench.harness import alternating, markdown, medians, rounds, run_on_loop
 from asyncpipe.core.checks import check_choice
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.predict.report import reports
@@ -97,7 +97,9 @@ def run(progress: Progress, *, steps: int = 50, repeats: int = 3, cases: str | N
     """
     chosen = _chosen_cases(cases)
     found = run_on_loop(_measured(progress, steps, repeats, list(chosen.values())))
-    return {"steps": steps, "repeats": repeats, "cases": dict(zip(chosen, found, strict=True))}
+    rows = [{"case": f"{name}, {way}", **row[way]} for name, row in zip(chosen, found, strict=True) for way in WAYS]
+    told = [{"case": name, "is": case.about} for name, case in chosen.items()]
+    return {"steps": steps, "repeats": repeats, "rows": rows, "cases": told}
 
 
 async def _measured(progress: Progress, steps: int, repeats: int, cases: Sequence[ManySteps]) -> list[Figures]:
@@ -112,13 +114,13 @@ async def _measured(progress: Progress, steps: int, repeats: int, cases: Sequenc
             for number in rounds(repeats, progress, f"{steps} steps of {case.about}, turn"):
                 for way in alternating(WAYS, number):
                     rows[way].append(await _turn(pipe, way, batches))
-        found.append({"about": case.about, **{way: _summary(rows[way]) for way in WAYS}})
+        found.append({way: _summary(rows[way]) for way in WAYS})
     return found
 
 
 def _summary(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     # The least as well: while something else takes a core for seconds, all devices share the other one.
-    return {**medians(rows), "least_seconds": min(row["seconds"] for row in rows)}
+    return {**medians(rows), "least_seconds": min(row["step_seconds"] for row in rows)}
 
 
 async def _turn(pipe: Pipeline, way: str, batches: list[tuple[Any, Any]]) -> dict[str, float]:
@@ -131,9 +133,9 @@ async def _turn(pipe: Pipeline, way: str, batches: list[tuple[Any, Any]]) -> dic
     idle, borders = devices_idle([result.record for result in results])
     first, last = pipe.devices[0].name, pipe.devices[-1].name
     return {
-        "seconds": seconds / len(batches),
-        "first_idle": idle[first],
-        "last_idle": idle[last],
+        "step_seconds": seconds / len(batches),
+        "first_idle_share": idle[first],
+        "last_idle_share": idle[last],
         "first_border_seconds": borders[first],
         "last_border_seconds": borders[last],
     }
@@ -158,22 +160,11 @@ def devices_idle(records: Sequence[StepRecord]) -> tuple[dict[str, float], dict[
     return {device: 1 - seconds / whole for device, seconds in busy.items()}, borders
 
 
-def show(figures: Figures) -> str:
-    """A row for each case and way."""
-    head = ["", "a step", "fastest turn", "idle: first", "last device", "border: first", "last device"]
-    rows = [
-        [
-            f"{name}, {way}",
-            *(f"{row[way][kind] * 1e3:.1f} ms" for kind in ("seconds", "least_seconds")),
-            *(f"{row[way][f'{place}_idle']:.1%}" for place in ("first", "last")),
-            *(f"{row[way][f'{place}_border_seconds'] * 1e3:.1f} ms" for place in ("first", "last")),
-        ]
-        for name, row in figures["cases"].items()
-        for way in WAYS
-    ]
-    about = [f"{name}: {row['about']}" for name, row in figures["cases"].items()]
-    title = f"{figures['steps']} steps in a row, medians of {figures['repeats']} turns"
-    return "\n".join([title, *table([head, *rows]), *about])
+show = markdown(
+    rows="{steps} steps in a row, medians of {repeats} turns; the idle shares of the first and the last device, and "
+    "how long they are idle at the border of two steps:",
+    cases="Cases:",
+)
 
 
 def _chosen_cases(names: str | None) -> dict[str, ManySteps]:

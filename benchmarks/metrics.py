@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import run_on_loop
+from asyncpipe.bench.harness import markdown, run_on_loop
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.pipeline.pipeline import Pipeline
 from benchmarks.examples import example_job, load_example
@@ -44,20 +44,10 @@ def run(progress: Progress, *, size: TrainingSize | None = None) -> Figures:
     return run_on_loop(_run(workload, job, size, progress))
 
 
-def show(figures: Figures) -> str:
-    """The figures, a line each."""
-    low, _, high = quantiles(figures["ratios"], n=4)
-    turns = f"{figures['rounds']} turns of {figures['seconds']:g} s each"
-    scraped = f"({figures['scrapes']} scrapes)"
-    return "\n".join(
-        [
-            f"examples/charlm, {figures['tasks']} tasks a step; {turns}",
-            f"without metrics            {figures['plain_seconds'] * 1e3:8.2f} ms a step",
-            f"with metrics, scraped      {figures['metrics_seconds'] * 1e3:8.2f} ms a step  {scraped}",
-            f"with / without             {figures['ratio']:8.4f}  (half of the rounds: {low:.3f} to {high:.3f})",
-            f"the same in seconds of CPU {figures['cpu_ratio']:8.4f}",
-        ]
-    )
+show = markdown(
+    medians="examples/charlm, {tasks} tasks a step; {rounds} turns of {seconds:g} s each with and without metrics "
+    "({scrapes} scrapes); the ratio is with metrics over without, and the quartiles are those of turns:",
+)
 
 
 async def _run(workload: Any, job: dict[str, Any], size: TrainingSize, progress: Progress) -> Figures:
@@ -87,10 +77,13 @@ async def _run(workload: Any, job: dict[str, Any], size: TrainingSize, progress:
         pairs, scrapes = await turns_with_metrics(collector, *kinds, size, progress)
     ratios = [on.wall / off.wall for on, off in pairs]
     return {
-        "plain_seconds": median(turn.wall for _, turn in pairs),
-        "metrics_seconds": median(turn.wall for turn, _ in pairs),
-        "ratio": median(ratios),
-        "cpu_ratio": median(on.cpu / off.cpu for on, off in pairs),
+        "medians": {
+            "plain_seconds": median(turn.wall for _, turn in pairs),
+            "metrics_seconds": median(turn.wall for turn, _ in pairs),
+            "ratio": median(ratios),
+            "quartiles": quantiles(ratios, n=4)[::2],
+            "cpu_ratio": median(on.cpu / off.cpu for on, off in pairs),
+        },
         "ratios": ratios,
         "scrapes": scrapes,
         "tasks": tasks,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import run_on_loop, table
+from asyncpipe.bench.harness import markdown, run_on_loop
 from asyncpipe.core.engine.edge_shape import EdgeShape
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -98,27 +98,11 @@ def run(progress: Progress, *, size: PredictionSize | None = None) -> Figures:
     }
 
 
-def show(figures: Figures) -> str:
-    """A line for each topology."""
-    head = ["topology", "schedule", "predicted", "measured", "ratio", "waits for links", "measured"]
-    rows = [
-        [
-            row["title"],
-            row["schedule"],
-            f"{row['predicted_seconds'] * 1e3:.0f} ms",
-            f"{row['measured_seconds'] * 1e3:.0f} ms",
-            f"{row['ratio']:.3f}",
-            f"{row['predicted_waits']:.1%}",
-            f"{row['measured_waits']:.1%}",
-        ]
-        for row in figures["rows"]
-    ]
-    last = (
-        f"{figures['within']} of {len(figures['rows'])} within {figures['tolerance']:.0%} (4 worker processes, "
-        f"{figures['microbatches']} micro-batches, forwards of {figures['forward_ms']:g} ms, messages of "
-        f"{figures['bytes'] / 1e3:g} kB, medians of {figures['rounds']} steps)"
-    )
-    return "\n".join([*table([head, *rows]), last])
+show = markdown(
+    rows="{within} of the predictions are within {tolerance:.0%}: 4 worker processes, {microbatches} micro-batches, "
+    "forwards of {forward_ms:g} ms, messages of {bytes} bytes, medians of {rounds} steps; and the share of the step in "
+    "which devices wait for links:",
+)
 
 
 class _Rests(torch.autograd.Function):
@@ -212,13 +196,13 @@ async def _steps(
             waits.append(_link_ratio(result.report, result.record.graph))
     measured = median(seconds[1:])
     return {
-        "title": case.title,
+        "topology": case.title,
         "schedule": case.schedule,
         "predicted_seconds": predicted.seconds,
         "measured_seconds": measured,
         "ratio": predicted.seconds / measured,
-        "predicted_waits": _link_ratio(predicted, graph),
-        "measured_waits": median(waits[1:]),
+        "predicted_waits_share": _link_ratio(predicted, graph),
+        "measured_waits_share": median(waits[1:]),
     }
 
 

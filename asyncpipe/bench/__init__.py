@@ -1,11 +1,11 @@
 """Benchmarks with which users decide, on their own machines: ``asyncpipe bench NAME``.
 
 ``BENCHMARKS`` lists them. Each is a module with two functions: ``run`` measures and returns plain data, ``show`` turns
-that data into text. Its ``...Size`` class says how much is measured; tests pass a tiny one.
+that data into Markdown. Its ``...Size`` class says how much is measured; tests pass a tiny one.
 
     harness.py      what all benchmarks share: turns, medians, tables. Start reading there
-    command.py      the command line of a suite of benchmarks
-    real_tasks.py   steps of real tasks against the plain loop, stage by stage, for ``overhead``
+    cases.py        the training steps that several benchmarks measure
+    peers/          asyncpipe beside bare threads, bare processes and torch.distributed.pipelining
 
 The benchmarks that prove the project's own figures are beside the package, in ``benchmarks/``, over the same harness.
 Benchmarks may import everything except ``asyncpipe.cli``.
@@ -16,19 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["BENCHMARKS", "OPTIONS", "Figures", "Progress"]
+__all__ = ["BENCHMARKS", "Figures", "Progress"]
 
 Figures = dict[str, Any]
 """What a benchmark's ``run`` returns: plain data, ready for JSON."""
 Progress = Callable[[str], None]
 """Gets a line of text for each part of a benchmark."""
 
-BENCHMARKS = {
-    "overhead": "what the scheduler costs: µs per empty and per real task, seconds to build a graph",
-    "pipeline": "a compute-bound model on 2 CPU devices, against its bound and against one device",
-    "peers": "a step by asyncpipe, a plain loop, bare threads, torchgpipe, fairscale and torch's pipelining",
-    "plan": "predicted steps of ten pipelines on 2 CPU devices, against measured ones",
-    "sharing": "jobs on the same devices: shares by weight, and what a background job gets and takes",
+BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "overhead": ("what the scheduler costs: µs per empty and per real task", ()),
+    "pipeline": ("a compute-bound model on 2 CPU devices, against its bound and against one device", ()),
+    "peers": (
+        "a step by asyncpipe, a plain loop, bare threads, bare processes and torch.distributed.pipelining",
+        ("cases", "contestants", "repeats"),
+    ),
+    "plan": ("predicted steps of ten pipelines on 2 CPU devices, against measured ones", ()),
+    "sharing": ("jobs on the same devices: shares by weight, and what a background job gets and takes", ()),
 }
-OPTIONS = {"peers": ("cases", "contestants", "repeats"), "sharing": ("beside",)}
-"""The options that benchmarks have: keyword arguments of their ``run``; ``command.py`` says what each is."""
+"""By name: what it measures, and its options, which are keyword arguments of ``run``."""

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds of alternating arms, times, medians, tables, and small models.
+"""What the benchmarks share: rounds of alternating arms, times, medians, and tables in Markdown.
 
 A benchmark compares arms. The arms run in turn within each round, in one process, so that whatever else the machine
 does hits all of them; the figures are medians over the rounds, without those that warm up.
@@ -8,39 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
 
-from asyncpipe.bench import Progress
-from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
+from asyncpipe.bench import Figures, Progress
 from asyncpipe.runtime.portal import new_event_loop
 
 __all__ = [
     "alternating",
-    "busy_processes",
     "interrupts_blocked",
-    "lone_thread",
+    "markdown",
     "medians",
-    "mlp",
-    "rollup_bytes",
+    "one_intra_op_thread",
     "rounds",
     "run_on_loop",
     "seconds_of",
-    "status_bytes",
     "table",
-    "worker_pids",
 ]
 
 _T = TypeVar("_T")
+
+# Measuring
 
 
 def run_on_loop(main: Coroutine[Any, Any, _T]) -> _T:
@@ -73,40 +66,20 @@ def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: median(row[name] for row in rows) for name in rows[0]}
 
 
-def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines with the columns of ``rows`` aligned: the first to the left, the others to the right."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-
-
 @contextmanager
-def lone_thread() -> Iterator[ThreadPoolExecutor]:
-    """A pool of one thread with one intra-op thread, like the thread of a CPU device."""
-    threads = IntraOpThreads(1)
-    with ThreadPoolExecutor(1, initializer=threads.initializer()) as pool:
-        pool.submit(int).result()
-        threads.wait()
-        yield pool
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Let ``count`` other processes compute without a pause during the block. They also end with this process."""
-    with ExitStack() as stack:
-        for _ in range(count):
-            command = [sys.executable, "-c", _BUSY]
-            process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))  # noqa: S603 - from here
-            stack.callback(process.kill)
+def one_intra_op_thread() -> Iterator[None]:
+    """The calling thread, and all that start later, compute without helpers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
     """Processes that start in the block never see Ctrl-C, which goes to all of a terminal; this one sees it behind."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -114,45 +87,52 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_BUSY = """
-import os, signal, sys, threading
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-while True:
-    pass
-"""
-"""Ends when its standard input does, which is when whoever started it ends, in whatever way."""
+# Showing
 
 
-def status_bytes(pid: int, key: str) -> int:
-    """A line of what the kernel says about a process (``VmRSS``, ``VmHWM``), in bytes. Linux only."""
-    return _kernel_bytes(Path(f"/proc/{pid}/status"), key)
+def markdown(**titles: str) -> Callable[[Figures], str]:
+    """A benchmark's ``show``: a table for each key of its figures, whose rows are dicts or a single one.
+
+    A title may have figures in braces. Columns are called like the keys of rows, and these say how a value is written:
+    ``step_seconds`` is in milliseconds under *step*, ``us_a_task`` in microseconds, and ``idle_share`` in percent.
+    """
+
+    def show(figures: Figures) -> str:
+        parts = []
+        for key, title in titles.items():
+            rows = figures[key] if isinstance(figures[key], list) else [figures[key]]
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            head, units = zip(*map(_column, names), strict=True)
+            cells = [[_cell(row.get(name), unit) for name, unit in zip(names, units, strict=True)] for row in rows]
+            parts += [title.format(**figures), "\n".join(table([head, *cells]))]
+        return "\n\n".join(parts)
+
+    return show
 
 
-def rollup_bytes(pid: int, key: str) -> int:
-    """A sum over the mappings of a process (``Rss``; ``Pss``: shared memory counts in parts), in bytes. Linux only."""
-    return _kernel_bytes(Path(f"/proc/{pid}/smaps_rollup"), key)
+def table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table; the first row is the head. All columns but the first align right."""
+    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(map(len, [*column, "---"])) for column in zip(head, *rest, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, rule, *rest)]
+    return [f"| {' | '.join(row)} |" for row in aligned]
 
 
-def _kernel_bytes(file: Path, key: str) -> int:
-    for line in file.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise LookupError(key)
+def _column(name: str) -> tuple[str, str]:
+    """The heading of the column ``name``, and the unit of its values."""
+    if name.startswith("us_"):
+        return f"µs {name[3:]}".replace("_", " "), "µs"
+    for ending, unit in (("_seconds", "ms"), ("_share", "%")):
+        if name.endswith(ending):
+            return name.removesuffix(ending).replace("_", " "), unit
+    return name.replace("_", " "), ""
 
 
-def mlp(width: int, layers: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    """``layers`` times a linear layer of ``width`` with an activation behind it."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), activation()) for _ in range(layers)))
-
-
-def worker_pids(pid: int) -> list[int]:
-    """Its workers, which may be children of the process that they are forked from."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            listed = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"asyncpipe/worker" in listed:
-                found += worker_pids(child) if b"fork server" in listed else [child]
-    return found
+def _cell(value: Any, unit: str) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, list | tuple):
+        return ", ".join(_cell(each, unit) for each in value)
+    forms = {"ms": lambda: f"{value * 1e3:.1f} ms", "%": lambda: f"{value:.1%}", "µs": lambda: f"{value:.2f}"}
+    return forms[unit]() if unit else f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import rounds, seconds_of, table
+from asyncpipe.bench.harness import markdown, rounds, seconds_of
 from asyncpipe.core.predict.layer_profile import Profile
 from asyncpipe.core.predict.planner import plan
 from asyncpipe.core.predict.profile_from_journals import StepVariant
@@ -90,39 +90,16 @@ def run(progress: Progress, *, size: PlanSize | None = None) -> Figures:
     return {"rows": rows, "within": close, "tolerance": TOLERANCE, "rounds": size.rounds, "samples": size.samples}
 
 
-def show(figures: Figures) -> str:
-    """A line for each pipeline."""
-    rows = [
-        [
-            row["schedule"],
-            "-".join(map(str, row["balance"])),
-            str(row["microbatches"]),
-            row["checkpoint"],
-            f"{row['predicted_seconds'] * 1e3:.1f} ms",
-            f"{row['measured_seconds'] * 1e3:.1f} ms",
-            f"{row['ratio']:.3f}",
-        ]
-        for row in figures["rows"]
-    ]
-    last = (
-        f"{figures['within']} of {len(figures['rows'])} within {figures['tolerance']:.0%} "
-        f"(2 CPU devices, {figures['samples']} samples, medians of {figures['rounds']} rounds)"
-    )
-    head = ["schedule", "balance", "m", "checkpoint", "predicted", "measured", "ratio"]
-    return "\n".join([*table([head, *rows]), last])
+show = markdown(
+    rows="2 CPU devices, {samples} samples, medians of {rounds} rounds; {within} of the predictions are within "
+    "{tolerance:.0%}."
+)
 
 
 def _pipeline(model: nn.Module, choice: PredictedPipeline) -> SyncPipeline:
     """The chosen pipeline on a copy of the model."""
-    return Pipeline(
-        deepcopy(model),
-        DEVICES,
-        microbatches=choice.microbatches,
-        balance=choice.balance,
-        schedule=choice.schedule,
-        checkpoint=choice.checkpoint,
-        loss_fn=nn.functional.mse_loss,
-    ).sync()
+    options: dict[str, Any] = choice._asdict()
+    return Pipeline(deepcopy(model), DEVICES, loss_fn=nn.functional.mse_loss, **options).sync()
 
 
 def step_variants(choice: PredictedPipeline) -> list[StepVariant]:
@@ -132,18 +109,12 @@ def step_variants(choice: PredictedPipeline) -> list[StepVariant]:
 
 
 def _row(profile: Profile, choice: PredictedPipeline, seconds: float) -> Figures:
-    predicted = plan(
-        profile,
-        len(DEVICES),
-        schedules=[choice.schedule],
-        microbatches=[choice.microbatches],
-        checkpoints=[choice.checkpoint],
-        balances=lambda *_: [choice.balance],
-    )[0]
+    options: dict[str, Any] = {"schedules": [choice.schedule], "balances": lambda *_: [choice.balance]}
+    options |= {"microbatches": [choice.microbatches], "checkpoints": [choice.checkpoint]}
+    predicted = plan(profile, len(DEVICES), **options)[0].seconds
     return {
         **choice._asdict(),
-        "predicted_seconds": predicted.seconds,
+        "predicted_seconds": predicted,
         "measured_seconds": seconds,
-        "ratio": predicted.seconds / seconds,
-        "bubble": predicted.bubble,
+        "ratio": predicted / seconds,
     }

@@ -253,6 +253,7 @@ def show(figures: Figures) -> str:
         "Bounds and ratios (seconds of a step by the bound's) are those of GPipe's order at these costs.",
         "",
         f"Table 1: {UNET}, n={first.devices}, m={first.microbatches}; samples per second and utilization",
+        "",
         *table([["", "paper", "bound", "ours", "ratio", "paper", "ours"], *map(_ablation_row, figures["ablation"])]),
     ]
     for name, over, key in (
@@ -261,7 +262,7 @@ def show(figures: Figures) -> str:
     ):
         head = ["", "n", "m", "paper/s", "bound/s", "ours/s", "paper", "bound", "ours", "ratio"]
         title = f"{name}: samples per second, and speed-up over {over}"
-        lines += ["", title, *table([head, *map(_speed_row, figures[key])])]
+        lines += ["", title, "", *table([head, *map(_speed_row, figures[key])])]
     lines += ["", *(f"timeline: {path}" for path in figures["pictures"])]
     if figures["gpu"] is None:
         lines.append("one GPU: not measured, since torch sees no GPU (paper: pipeline-1 0.858 of the bare U-Net)")

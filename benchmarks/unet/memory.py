@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
+from asyncpipe.bench.harness import markdown
 from asyncpipe.errors import TaskError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pipeline import Pipeline
@@ -107,29 +108,12 @@ def _row(size: UNetMemorySize, convs: int, channels: int, peak_bytes: float) -> 
     return {"convs": convs, "channels": channels, "parameters": parameters, "peak_bytes": peak_bytes}
 
 
-def show(figures: Figures) -> str:
-    """The bare model, the largest pipeline for each B, and the best one trained in the other ways."""
-    bare = figures["bare"]
-
-    def row(label: str, model: Figures) -> str:
-        name = f"({model['convs']}, {model['channels']})"
-        times = model["parameters"] / bare["parameters"]
-        return f"{label:23}{name:14}{model['parameters'] / 1e6:10.2f} M{model['peak_bytes'] / 2**20:14.2f}{times:9.2f}×"
-
-    how = "counted" if figures["counted"] else "allocated"
-    first = STEP.checkpoint
-    return "\n".join(
-        [
-            f"memory: depth {figures['depth']}, {figures['samples']} pictures of {figures['image']}×{figures['image']} "
-            f"in {figures['microbatches']} micro-batches; peaks {how}, in MiB",
-            f"{'':23}{'U-Net (B, C)':14}{'parameters':>12}{'peak':>14}{'over bare':>10}",
-            row("bare", bare),
-            *(row(f"{STEP.name}, {first}", model) for model in figures["pipelines"]),
-            f"parameters and gradients alone would fill that memory at {figures['most_possible']:.2f}×",
-            "the largest one, trained in other ways",
-            *(row(f"{model['way']}, {model['checkpoint']}", model) for model in figures["other_ways"]),
-        ]
-    )
+show = markdown(
+    bare="Memory: depth {depth}, {samples} pictures of {image}×{image} in {microbatches} micro-batches; parameters and "
+    "gradients alone would fill that memory at {most_possible:.2f} times the bare model's parameters. Bare:",
+    pipelines=f"The largest pipelines, {STEP.name}, {STEP.checkpoint}; the best has {{ratio:.2f}} × the parameters:",
+    other_ways="The largest one, trained in other ways:",
+)
 
 
 def largest_channels(peak: Callable[[int], float], parameters: Callable[[int], int], limit: float) -> tuple[int, float]:

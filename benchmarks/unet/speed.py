@@ -8,8 +8,9 @@ less.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import lone_thread, medians, rounds
+from asyncpipe.bench.harness import markdown, medians, rounds
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import Report
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
 from benchmarks.unet.model import loss_fn, make_batch, make_model, parameter_count
@@ -55,7 +57,7 @@ SIZES = {
 
 def run(progress: Progress, device: Device, size: UNetSpeedSize) -> Figures:
     """The speed of every arm relative to the bare model, in pictures per second: medians over rounds."""
-    with lone_thread() as caller, ExitStack() as stack:
+    with _lone_thread() as caller, ExitStack() as stack:
         arms = caller.submit(_Arms, device, size, stack).result()
         numbers = rounds(size.warm_up + size.rounds, progress, "speed: round")
         rows = [caller.submit(arms.round).result() for _ in numbers]
@@ -81,22 +83,21 @@ def run(progress: Progress, device: Device, size: UNetSpeedSize) -> Figures:
     }
 
 
-def show(figures: Figures) -> str:
-    """A row for each recomputation mode, with the bound that recomputation sets for its ratios."""
-    measured = f"{figures['forward_share']:.3f}"
-    lines = [
-        f"speed: U-Net ({figures['convs']}, {figures['channels']}), depth {figures['depth']}, "
-        f"{figures['parameters'] / 1e6:.1f} M parameters, {figures['image']}×{figures['image']} pictures, "
-        f"{figures['microbatches']} micro-batches of {figures['samples']}",
-        f"bare model {figures['bare_per_second']:.2f} pictures/s; ratios to it, medians of {figures['rounds']} rounds",
-        f"recomputation   pipe.step    pipe(x)   bound (a forward is 1/3 of a step, or {measured} as measured)",
-    ]
-    rows = [
-        f"{row['checkpoint']:13}{row['step_over_bare']:12.3f}{row['dropin_over_bare']:11.3f}"
-        f"{row['bound']:8.3f}{row['measured_bound']:8.3f}"
-        for row in figures["arms"]
-    ]
-    return "\n".join([*lines, *rows])
+show = markdown(
+    arms="Speed: U-Net ({convs}, {channels}), depth {depth}, {parameters} parameters, {image}×{image} pictures, "
+    "{microbatches} micro-batches of {samples}; by recomputation, over the bare model's {bare_per_second:.2f} pictures "
+    "a second, medians of {rounds} rounds. Bound: a forward is 1/3 of a step, or {forward_share:.3f} as measured:",
+)
+
+
+@contextmanager
+def _lone_thread() -> Iterator[ThreadPoolExecutor]:
+    """A pool of one thread with one intra-op thread, like the thread of a CPU device."""
+    threads = IntraOpThreads(1)
+    with ThreadPoolExecutor(1, initializer=threads.initializer()) as pool:
+        pool.submit(int).result()
+        threads.wait()
+        yield pool
 
 
 class _Arms:

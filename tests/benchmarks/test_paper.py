@@ -151,16 +151,3 @@ def test_the_command_writes_timelines_and_says_what_is_not_measured(tmp_path, mo
     shown = paper.show(figures)
     assert shown.count("not stated") == 4
     assert "one GPU: not measured, since torch sees no GPU" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "cpu"], "--device must be a GPU, on which the paper's lines of one GPU are measured, got 'cpu'"),
-        (["--out", __file__], "--out must be a folder that can be made, got"),
-        (["--size", "small"], "the benchmark 'paper' has no --size; it has --device, --out"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_runs(capsys, arguments, message):
-    assert main(["paper", *arguments]) == 2
-    assert message in capsys.readouterr().err

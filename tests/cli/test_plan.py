@@ -17,10 +17,8 @@ from resume_helpers import make_job as make_run
 from torch import Tensor, nn
 
 from asyncpipe import Arguments, DevicePool, Pipeline, Share
-from asyncpipe.bench import plan as bench
 from asyncpipe.cli import main
 from asyncpipe.cli.prediction_files import read_profile
-from asyncpipe.core.predict.profile_from_journals import StepVariant
 from asyncpipe.errors import JobFileError, MicrobatchError, PlanError, TaskError
 from asyncpipe.ops.model.skips import pop, skippable, stash
 from asyncpipe.ops.model.trace.trace import trace
@@ -493,29 +491,6 @@ def test_what_is_wrong_is_told():
     broken = SampleBatch(torch.zeros(8, 5, dtype=torch.float64), torch.zeros(8, 3), nn.functional.mse_loss)
     with pytest.raises(TaskError, match=r"F\(0,0\) failed"):
         measure(small_model(), devices, broken, [2], steps=1)
-
-
-# bench plan
-
-
-def test_the_benchmark_predicts_what_it_measures():
-    """In its smallest form: every row is there, with both times."""
-    choices = (
-        bench.PredictedPipeline("gpipe", (1, 2), 2),
-        bench.PredictedPipeline("1f1b", (2, 1), 2, "always"),
-        bench.PredictedPipeline("zb-h1", (1, 2), 2),
-    )
-    assert [bench.step_variants(choice) for choice in choices] == [
-        [StepVariant.KEPT],
-        [StepVariant.KEPT, StepVariant.RECOMPUTED],
-        [StepVariant.KEPT, StepVariant.SPLIT],
-    ]
-    figures = bench.run(lambda _: None, size=bench.PlanSize(widths=(8, 8, 8, 8), samples=8, rounds=1, choices=choices))
-    figures = json.loads(json.dumps(figures))
-    assert [row["schedule"] for row in figures["rows"]] == ["gpipe", "1f1b", "zb-h1"]
-    assert all(row["predicted_seconds"] > 0 and row["measured_seconds"] > 0 for row in figures["rows"])
-    assert 0 <= figures["within"] <= 3
-    assert len(bench.show(figures).splitlines()) == 5
 
 
 # Several hosts

@@ -1,4 +1,4 @@
-"""The training steps that every contestant runs: small, middle-sized and large stages, and blocks of a transformer."""
+"""The training steps that benchmarks measure: small, middle-sized and large stages, and blocks of a transformer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.bench.harness import mlp
-
-__all__ = ["CASES", "Case", "loss_fn", "plain_step"]
+__all__ = ["CASES", "Case", "loss_fn", "mlp", "plain_step"]
 
 loss_fn = nn.functional.mse_loss
+
+
+def mlp(width: int, layers: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    """``layers`` times a linear layer of ``width`` with an activation behind it."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), activation()) for _ in range(layers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +61,11 @@ def _wide(width: int) -> Case:
     return Case(about, 2, 16, (64, width), partial(mlp, width, 4))
 
 
+_BLOCKS = "2 stages of 2 transformer blocks of width 256, m=8, 4 × 32 tokens each"
 CASES = {
     "tiny": Case("4 stages of Linear(16)+ReLU, m=32, 4 rows each", 4, 32, (4, 16), partial(mlp, 16, 1)),
     "fine": _wide(256),
     "mid": _wide(512),
     "coarse": _wide(1024),
-    "transformer": Case(
-        "2 stages of 2 transformer blocks of width 256, m=8, 4 × 32 tokens each",
-        2,
-        8,
-        (4, 32, 256),
-        partial(_blocks, 256, 2),
-    ),
+    "transformer": Case(_BLOCKS, 2, 8, (4, 32, 256), partial(_blocks, 256, 2)),
 }
