@@ -1,13 +1,14 @@
 """The ``asyncpipe`` command line. ``main`` below is its entry point.
 
-Each command is a module with an ``add_parser`` function: train, serve, jobs (with its texts in jobs_text.py), service,
-schedule, simulate, profile, plan, bench. What they share:
+Each command is a module with an ``add_parser`` function: train, serve, jobs, service, schedule, simulate, profile,
+plan, bench. The help of a command is a docstring: that of its module, or of the function that runs it. What they share:
 
-    arguments.py       the parser of a command, and types of arguments
+    arguments.py       the parser of a command, types of arguments, --set
     step_options.py    options of commands that lower a schedule, and texts about its graph
     tables.py          tables, by rich
     progress.py        the progress display of train
     metrics.py         the metrics server of train and serve; log_format.py: the log of serve
+    jobs_asking.py     commands of jobs that ask once; jobs_watching.py, jobs_download.py: the others; jobs_text.py
 
 Commands may import everything; nothing imports them. A module here imports torch, FastAPI or rich only when its command
 runs, so that ``--help`` and the other commands start quickly.

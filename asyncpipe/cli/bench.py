@@ -1,4 +1,7 @@
-"""``asyncpipe bench``: benchmarks for the user's own machine; and ``python -m benchmarks`` of a checkout."""
+"""Measure asyncpipe on this machine.
+
+In a checkout, `python -m benchmarks` has more benchmarks, by the same command line.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 def add_parser(subparsers: Any) -> None:
     """Register ``asyncpipe bench``."""
-    examples = "In a checkout, python -m benchmarks has more of them."
-    add_benchmarks(
-        add_command(subparsers, "bench", summary="measure asyncpipe on this machine", examples=examples),
-        "asyncpipe.bench",
-        BENCHMARKS,
-    )
+    add_benchmarks(add_command(subparsers, "bench", __doc__), "asyncpipe.bench", BENCHMARKS)
 
 
 def add_benchmarks(
@@ -44,7 +42,7 @@ def add_benchmarks(
     """Add a command for each of ``benchmarks``, which are modules of ``package``, with the options that it has."""
     commands = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     for name, (summary, options) in benchmarks.items():
-        command = add_command(commands, name, summary=summary, description=f"Measure {summary}. Figures are medians.")
+        command = add_command(commands, name, f"{summary}\n\nMeasure {summary}. Figures are medians.")
         for option in options:
             text, kind = _OPTIONS[option]
             command.add_argument(f"--{option}", type=kind, metavar=option.upper(), help=text)

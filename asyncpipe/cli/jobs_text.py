@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
-from asyncpipe.cli.tables import table
+from asyncpipe.cli.tables import columns
+from asyncpipe.core.predict.memory import format_bytes
 
 if TYPE_CHECKING:
     from asyncpipe.service.client import ServerEvent
 
-__all__ = [
-    "LOSSES_HEAD",
-    "EventPrinter",
-    "change_text",
-    "history_table",
-    "job_text",
-    "jobs_table",
-    "loss_line",
-    "plain",
-    "workers_table",
-]
+Job: TypeAlias = Mapping[str, Any]
+"""What the API says of a job, or of something that it has."""
 
 LINE_SECONDS = 5.0
 """Between two lines about steps, if the output is not a terminal."""
@@ -41,50 +33,60 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
-def jobs_table(jobs: Iterable[Mapping[str, Any]]) -> str:
+def jobs_table(jobs: Sequence[Job]) -> str:
     """A line for each job under a heading."""
-    rows = [
-        (
-            plain(job["id"]),
-            plain(job["name"])[:24],
-            _state(job),
-            plain(job["priority_class"])[:4],
-            f"{job['weight']:g}",
-            plain(job.get("schedule") or ""),
-            _steps(job),
-            _when(job["updated"]),
-            plain(job["cause"]),
-        )
-        for job in jobs
-    ]
-    return table(("ID", "NAME", "STATE", "CLASS", "WEIGHT", "SCHEDULE", "STEP", "UPDATED", "CAUSE"), rows)
+    return columns(_JOBS, jobs) if jobs else "no jobs"
 
 
-def history_table(history: Iterable[Mapping[str, Any]]) -> str:
+def history_table(history: Sequence[Job]) -> str:
     """A line for each change of a job's state under a heading."""
-    rows = [(_when(row["at"]), *(plain(row.get(key) or "") for key in ("from", "to", "cause"))) for row in history]
-    return table(("AT", "FROM", "TO", "CAUSE"), rows)
+    return columns(_HISTORY, history)
 
 
-def workers_table(workers: Iterable[Mapping[str, Any]]) -> str:
+def workers_table(workers: Sequence[Job]) -> str:
     """A line for each worker under a heading."""
-    rows = [
-        (
-            plain(worker["name"]),
-            plain(worker["host"]),
-            ("up" if worker["up"] else "down") + (", draining" if worker["draining"] else ""),
-            plain(worker["machine"]),
-            str(worker["pid"] or ""),
-            "" if worker["heartbeat_seconds"] is None else f"{worker['heartbeat_seconds']:.1f} s",
-            plain(" ".join(worker["devices"])),
-            plain(" ".join(worker["jobs"])),
-        )
-        for worker in workers
-    ]
-    return table(("WORKER", "HOST", "STATE", "MACHINE", "PID", "HEARD", "DEVICES", "JOBS"), rows)
+    return columns(_WORKERS, workers) if workers else "no workers"
 
 
-def job_text(job: Mapping[str, Any]) -> str:
+def artifacts_table(found: Sequence[Job]) -> str:
+    """A line for each artifact under a heading."""
+    return columns(_ARTIFACTS, found, numbers=("STEP", "BYTES"))
+
+
+def _text(key: str) -> Callable[[Job], str]:
+    return lambda row: plain(row.get(key) or "")
+
+
+_JOBS: dict[str, Callable[[Job], str]] = {
+    "ID": _text("id"),
+    "NAME": lambda job: plain(job["name"])[:24],
+    "STATE": lambda job: _state(job),
+    "CLASS": lambda job: plain(job["priority_class"])[:4],
+    "WEIGHT": lambda job: f"{job['weight']:g}",
+    "SCHEDULE": _text("schedule"),
+    "STEP": lambda job: _steps(job),
+    "UPDATED": lambda job: _when(job["updated"]),
+    "CAUSE": lambda job: plain(job.get("waits_for") or job["cause"]),
+}
+_HISTORY = {"AT": lambda row: _when(row["at"]), "FROM": _text("from"), "TO": _text("to"), "CAUSE": _text("cause")}
+_WORKERS: dict[str, Callable[[Job], str]] = {
+    "WORKER": _text("name"),
+    "HOST": _text("host"),
+    "STATE": lambda worker: ("up" if worker["up"] else "down") + (", draining" if worker["draining"] else ""),
+    "MACHINE": _text("machine"),
+    "PID": _text("pid"),
+    "HEARD": lambda worker: "" if (ago := worker["heartbeat_seconds"]) is None else f"{ago:.1f} s",
+    "DEVICES": lambda worker: plain(" ".join(worker["devices"])),
+    "JOBS": lambda worker: plain(" ".join(worker["jobs"])),
+}
+_ARTIFACTS: dict[str, Callable[[Job], str]] = {
+    "NAME": _text("name"),
+    "STEP": lambda each: "" if each.get("step") is None else str(each["step"]),
+    "BYTES": lambda each: "" if each.get("size") is None else f"{each['size']:,}",
+}
+
+
+def job_text(job: Job) -> str:
     """Everything about a job, a line for each key."""
     rows = [
         ("job", job["id"]),
@@ -106,19 +108,30 @@ def job_text(job: Mapping[str, Any]) -> str:
     return "\n".join(f"{plain(name):<{longest}}  {plain(value)}".rstrip() for name, value in rows)
 
 
-def change_text(job: Mapping[str, Any]) -> str:
+def change_text(job: Job) -> str:
     """One line about a job's state."""
     return f"{plain(job['name'])} ({plain(job['id'])}) is {_state(job)} at step {_steps(job)}: {plain(job['cause'])}"
 
 
-def loss_line(row: Mapping[str, Any]) -> str:
+def id_text(job: Job) -> str:
+    """The job's id."""
+    return plain(job["id"])
+
+
+def deleted_text(found: Job) -> str:
+    """What was deleted, or would be, in a line."""
+    steps = ", ".join(map(str, found["snapshots"]))
+    does, kept = "deleted" if found["deleted"] else "would delete", f"{found['files']} files"
+    snapshots = f"snapshots of steps {steps}" if steps else "no snapshots"
+    job = f"job {found['id']} ({found['name']}, {found['state']})"
+    return f"{does} {job}: {kept}, {format_bytes(found['bytes'])}, {snapshots}"
+
+
+def loss_line(row: Job) -> str:
     """One line about a step, under ``LOSSES_HEAD``. Lines are printed one by one, since a job may have millions."""
-    loss, rate, seconds = (
-        _number(row, "loss", ".6f"),
-        _number(row, "learning_rate", ".3e"),
-        _number(row, "seconds", ".3f"),
-    )
-    return f"{row['step']:>9}  {loss:>10}  {rate:>9}  {seconds:>8}  {row['tokens']:>8}"
+    forms = {"loss": (10, ".6f"), "learning_rate": (9, ".3e"), "seconds": (8, ".3f")}
+    shown = "  ".join(f"{_number(row, key, form):>{width}}" for key, (width, form) in forms.items())
+    return f"{row['step']:>9}  {shown}  {row['tokens']:>8}"
 
 
 class EventPrinter:
@@ -152,7 +165,7 @@ class EventPrinter:
             print(file=self._out, flush=True)
         self._drawn = 0
 
-    def _show_step(self, data: Mapping[str, Any]) -> None:
+    def _show_step(self, data: Job) -> None:
         line = _step_text(data, self._steps)
         if self._draws:
             print(f"\r{line:<{self._drawn}}", end="", file=self._out, flush=True)
@@ -186,7 +199,7 @@ def _event_text(event: ServerEvent) -> str:
             return f"{plain(kind)}: {plain(json.dumps(data))}"
 
 
-def _step_text(data: Mapping[str, Any], steps: int | None) -> str:
+def _step_text(data: Job, steps: int | None) -> str:
     loss, rate = _number(data, "loss", ".4f"), _number(data, "learning_rate", ".2e")
     seconds, tokens = data.get("seconds"), data.get("tokens")
     speed = f"  {tokens / seconds:,.0f} tokens/s" if tokens and isinstance(seconds, int | float) and seconds > 0 else ""
@@ -194,16 +207,16 @@ def _step_text(data: Mapping[str, Any], steps: int | None) -> str:
     return f"step {data.get('step')}{total}  loss {loss}  rate {rate}{speed}"
 
 
-def _number(row: Mapping[str, Any], key: str, form: str) -> str:
+def _number(row: Job, key: str, form: str) -> str:
     return f"{row[key]:{form}}" if isinstance(row.get(key), int | float) else "not finite"
 
 
-def _state(job: Mapping[str, Any]) -> str:
+def _state(job: Job) -> str:
     asked = job.get("asked")
     return f"{plain(job['state'])} (to be {plain(asked)})" if asked else plain(job["state"])
 
 
-def _steps(job: Mapping[str, Any]) -> str:
+def _steps(job: Job) -> str:
     return f"{job['step']}/{job['steps']}" if job.get("steps") else str(job["step"])
 
 

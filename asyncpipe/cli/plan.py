@@ -1,33 +1,5 @@
-"""``asyncpipe plan``: find the fastest pipeline for a job's model that fits into memory."""
+"""Find the fastest pipeline for a job's model that fits into memory.
 
-from __future__ import annotations
-
-import argparse
-import json
-import re
-import sys
-from math import inf
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from asyncpipe.cli.arguments import add_command
-from asyncpipe.cli.profile import add_measuring, measured
-from asyncpipe.cli.progress import show_phases
-from asyncpipe.cli.tables import table
-from asyncpipe.core.graph.lower import CheckpointMode
-from asyncpipe.core.predict.layer_profile import ADAMW_SCALE
-from asyncpipe.core.predict.memory import format_bytes
-from asyncpipe.core.predict.planner import Placing, Plan, best_of_each, plan
-from asyncpipe.core.predict.topology import Topology
-from asyncpipe.errors import OptionError
-
-if TYPE_CHECKING:
-    from asyncpipe.cli.arguments import Subparsers
-    from asyncpipe.train.job_file import Job
-
-__all__ = ["add_parser"]
-
-DESCRIPTION = """\
 Simulate schedules, balances, numbers of micro-batches and recomputation modes with the measured costs of the job's
 layers. Prints the ten fastest that fit, each with its best balance, as comments, and the [pipeline] table that chooses
 the first: a file with this output is what 'asyncpipe train JOB.toml --plan FILE' takes. A traced model's layers are the
@@ -43,9 +15,7 @@ has, and the share of the step in which it waits for links. The printed table ha
 
 Without --profile the model is measured first, in real training steps on the job's devices. Memory counts weights,
 gradients, AdamW's averages and what micro-batches keep for their backwards.
-"""
 
-EXAMPLES = """\
 examples:
   asyncpipe plan examples/charlm/charlm.toml
   asyncpipe plan examples/charlm/charlm.toml > plan.toml && asyncpipe train examples/charlm/charlm.toml --plan plan.toml
@@ -69,60 +39,72 @@ a file for --topology (latency in seconds, bandwidth in bytes per second):
   devices = ["cuda:0"]
 """
 
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncpipe.cli.arguments import add_command, names
+from asyncpipe.cli.profile import add_measuring, measured
+from asyncpipe.cli.progress import show_phases
+from asyncpipe.cli.tables import columns, table
+from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.predict.layer_profile import ADAMW_SCALE
+from asyncpipe.core.predict.memory import format_bytes
+from asyncpipe.core.predict.planner import Placing, Plan, best_of_each, plan
+from asyncpipe.core.predict.topology import Topology
+from asyncpipe.errors import OptionError
+
+if TYPE_CHECKING:
+    from asyncpipe.cli.arguments import Subparsers
+    from asyncpipe.train.job_file import Job
+
+__all__ = ["add_parser"]
+
 SHOWN = 10
 ON_HOSTS = ("ray", "torchrun")
 """What starts workers on hosts, in a job file."""
 
-_UNITS: dict[str, int] = {"": 1, "b": 1} | {
-    f"{letter}{unit}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for unit, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``plan`` to the command line."""
-    parser = add_command(
-        subparsers,
-        "plan",
-        summary="find the fastest pipeline for a job's model",
-        description=DESCRIPTION,
-        examples=EXAMPLES,
-    )
-    parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
-    parser.add_argument("--profile", type=Path, metavar="FILE.json", help="costs that 'asyncpipe profile' has written")
-    parser.add_argument("--memory-limit", type=_bytes, metavar="8GiB", help="memory of each device, as 8GiB or 500MB")
-    parser.add_argument(
-        "--offload", action="store_true", help="plans above the limit may offload activations to the host's memory"
-    )
-    parser.add_argument("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to place it on")
+    parser = add_command(subparsers, "plan", __doc__)
+    add = parser.add_argument
+    add("job", metavar="JOB.toml", type=Path, help="the job file")
+    add("--profile", type=Path, metavar="FILE.json", help="costs that 'asyncpipe profile' has written")
+    add("--memory-limit", type=_bytes, metavar="8GiB", help="memory of each device, as 8GiB or 500MB")
+    text = "plans above the limit may offload activations to the host's memory"
+    add("--offload", action="store_true", help=text)
+    add("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to place it on")
     add_measuring(parser)
-    parser.add_argument(
-        "--schedules", type=_names, metavar="A,B", help="schedules to try (default: all that are known)"
-    )
-    parser.add_argument(
-        "--checkpoint", type=_modes, default=list(CheckpointMode), metavar="A,B", help="modes (default: all three)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add("--schedules", type=names, metavar="A,B", help="schedules to try (default: all that are known)")
+    add("--checkpoint", type=_modes, default=list(CheckpointMode), metavar="A,B", help="modes (default: all three)")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=_plan)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
 
 
 def _modes(text: str) -> list[CheckpointMode]:
     try:
-        return [CheckpointMode.parse(name) for name in _names(text)]
+        return [CheckpointMode.parse(name) for name in names(text)]
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not found or found[2] not in _UNITS or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"must be a number of bytes, as 8GiB, 500MB or 1000000, got {text!r}")
-    return round(float(found[1]) * _UNITS[found[2]])
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        if number := int(TypeAdapter(ByteSize).validate_python(text)):
+            return number
+    except ValidationError:
+        pass
+    raise argparse.ArgumentTypeError(f"must be a number of bytes, as 8GiB, 500MB or 1000000, got {text!r}")
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -151,7 +133,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"job": job.name, "devices": devices, "plans": [_row(each) for each in best]}))
         return 0
-    told = [_table(best)]
+    told = [columns(_COLUMNS, best, numbers=("micro-batches", "step", "bubble"))]
     if topology is not None and best[0].placing is not None:
         told.append(_placement(best[0], best[0].placing, topology))
     # The whole output is TOML, which train reads.
@@ -169,25 +151,16 @@ def _row(each: Plan) -> dict[str, Any]:
 
 def _placement(each: Plan, placing: Placing, topology: Topology) -> str:
     """A row for each device: its host, its stages and layers, how long it waits for links, and the way to the next."""
-    speeds = topology.speeds
-    rows = []
-    for number, device in enumerate(placing.devices):
+    speeds, rows, routes = topology.speeds, [], []
+    for device, following in pairwise(placing.devices):
+        link = topology.route(device, following).link
+        speed = "" if link.bandwidth == inf else f", {link.bandwidth / 1e6:,.0f} MB/s"
+        routes.append(f"{link.latency * 1e3:g} ms{speed}")
+    for number, (device, route) in enumerate(zip(placing.devices, [*routes, ""], strict=True)):
         stages = [stage for stage, at in enumerate(placing.stages) if at == number]
-        way = ""
-        if number + 1 < len(placing.devices):
-            link = topology.route(device, placing.devices[number + 1]).link
-            speed = "" if link.bandwidth == inf else f", {link.bandwidth / 1e6:,.0f} MB/s"
-            way = f"{link.latency * 1e3:g} ms{speed}"
-        rows.append(
-            (
-                device,
-                f"{speeds[device]:g}",
-                " ".join(map(str, stages)),
-                " ".join(str(each.balance[stage]) for stage in stages),
-                f"{placing.waits[number]:.1%}",
-                way,
-            )
-        )
+        layers = [each.balance[stage] for stage in stages]
+        shown = (" ".join(map(str, values)) for values in (stages, layers))
+        rows.append((device, f"{speeds[device]:g}", *shown, f"{placing.waits[number]:.1%}", route))
     head = ("device", "speed", "stages", "layers", "waits for links", "to the next")
     lines = table(head, rows, numbers=("speed", "waits for links"))
     waits = sum(placing.waits) / len(placing.waits)
@@ -195,22 +168,16 @@ def _placement(each: Plan, placing: Placing, topology: Topology) -> str:
     return f"the first, device by device:\n\n{lines}\n\n{summary}"
 
 
-def _table(plans: list[Plan]) -> str:
-    rows = [
-        (
-            each.schedule,
-            "-".join(map(str, each.balance)),
-            str(each.microbatches),
-            each.checkpoint.value,
-            " ".join(f"{part:.0%}" for part in each.offload) or "-",
-            f"{each.seconds * 1e3:.1f} ms",
-            f"{each.bubble:.1%}",
-            ", ".join(map(format_bytes, each.memory)),
-        )
-        for each in plans
-    ]
-    head = ("schedule", "balance", "micro-batches", "checkpoint", "offload", "step", "bubble", "memory per device")
-    return table(head, rows, numbers=("micro-batches", "step", "bubble"))
+_COLUMNS: dict[str, Callable[[Plan], str]] = {
+    "schedule": lambda plan: plan.schedule,
+    "balance": lambda plan: "-".join(map(str, plan.balance)),
+    "micro-batches": lambda plan: str(plan.microbatches),
+    "checkpoint": lambda plan: plan.checkpoint.value,
+    "offload": lambda plan: " ".join(f"{part:.0%}" for part in plan.offload) or "-",
+    "step": lambda plan: f"{plan.seconds * 1e3:.1f} ms",
+    "bubble": lambda plan: f"{plan.bubble:.1%}",
+    "memory per device": lambda plan: ", ".join(map(format_bytes, plan.memory)),
+}
 
 
 def _toml(job: Job, best: Plan) -> str:

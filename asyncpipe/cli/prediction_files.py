@@ -29,8 +29,7 @@ A topology's file::
 from __future__ import annotations
 
 import json
-import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from asyncpipe.core.predict.layer_profile import Profile
 from asyncpipe.core.predict.topology import Host, NetworkLink, Topology
 from asyncpipe.errors import ProfileError, TopologyError
+from asyncpipe.train.validation import read_toml
 
 __all__ = ["profile_document", "read_profile", "read_topology", "write_profile"]
 
@@ -90,8 +90,7 @@ class _LinkTable(BaseModel, extra="forbid"):
 
     def over(self, default: NetworkLink) -> NetworkLink:
         """The link that this table describes; what it does not say is that of ``default``."""
-        latency = default.latency if self.latency is None else self.latency
-        return NetworkLink(latency, default.bandwidth if self.bandwidth is None else self.bandwidth)
+        return replace(default, **self.model_dump(include={"latency", "bandwidth"}, exclude_none=True))
 
 
 class _HostsLinkTable(_LinkTable):
@@ -125,12 +124,9 @@ class _TopologyFile(BaseModel, extra="forbid"):
 
 def read_topology(path: str | Path) -> Topology:
     """The topology in a TOML file; raises ``TopologyError``, which names the file, for any other."""
+    tables = read_toml(Path(path), TopologyError)
     try:
-        return _TopologyFile.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8"))).topology()
-    except OSError as error:
-        raise TopologyError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise TopologyError(f"{path}: is not TOML: {error}") from error
+        return _TopologyFile.model_validate(tables).topology()
     except ValidationError as error:
         raise TopologyError(f"{path}: {_told(error)}") from error
     except ValueError as error:

@@ -1,4 +1,17 @@
-"""``asyncpipe profile``: measure the costs of the layers of a job's model in a pipeline."""
+"""Measure the costs of a job's model.
+
+Measure what the layers of a job's model cost, in real training steps on the job's devices: seconds of a forward, of
+a backward and its halves and of a recomputation, bytes saved for the backward, bytes sent to the next layer, and
+parameters. Also measures the overhead of a task and of a step, and the transfer between two devices.
+
+Nothing is trained: copies of the model run, each number of micro-batches for a few steps. 'asyncpipe plan' and
+'asyncpipe simulate' read the file.
+
+examples:
+  asyncpipe profile examples/charlm/charlm.toml
+  asyncpipe profile examples/charlm/charlm.toml --microbatches 4,8,16 --output charlm-profile.json
+  asyncpipe plan examples/charlm/charlm.toml --profile charlm-profile.json
+"""
 
 from __future__ import annotations
 
@@ -20,31 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["add_measuring", "add_parser", "measured"]
 
-DESCRIPTION = """\
-Measure what the layers of a job's model cost, in real training steps on the job's devices: seconds of a forward, of
-a backward and its halves and of a recomputation, bytes saved for the backward, bytes sent to the next layer, and
-parameters. Also measures the overhead of a task and of a step, and the transfer between two devices.
-
-Nothing is trained: copies of the model run, each number of micro-batches for a few steps. 'asyncpipe plan' and
-'asyncpipe simulate' read the file.
-"""
-
-EXAMPLES = """\
-examples:
-  asyncpipe profile examples/charlm/charlm.toml
-  asyncpipe profile examples/charlm/charlm.toml --microbatches 4,8,16 --output charlm-profile.json
-  asyncpipe plan examples/charlm/charlm.toml --profile charlm-profile.json
-"""
-
 STEPS = 5
 HEAD = ("layer", "F", "R", "B", "I", "W", "kept", "sent", "weights")
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``profile`` to the command line."""
-    parser = add_command(
-        subparsers, "profile", summary="measure the costs of a job's model", description=DESCRIPTION, examples=EXAMPLES
-    )
+    parser = add_command(subparsers, "profile", __doc__)
     parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
     add_measuring(parser)
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the profile to this file")
@@ -54,15 +49,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
     """Add --microbatches and --steps, which ``measured`` reads."""
-    parser.add_argument(
-        "--microbatches",
-        type=counts,
-        metavar="4,8,16",
-        help="numbers of micro-batches (default: the job's, half and twice as many)",
-    )
-    parser.add_argument(
-        "--steps", type=count, default=STEPS, metavar="N", help=f"measured steps of each mode (default: {STEPS})"
-    )
+    text = "numbers of micro-batches (default: the job's, half and twice as many)"
+    parser.add_argument("--microbatches", type=counts, metavar="4,8,16", help=text)
+    text = f"measured steps of each mode (default: {STEPS})"
+    parser.add_argument("--steps", type=count, default=STEPS, metavar="N", help=text)
 
 
 def measured(job: Job, args: argparse.Namespace, progress: Callable[[str], None]) -> Profile:

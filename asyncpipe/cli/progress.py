@@ -15,13 +15,13 @@ from asyncpipe.errors import missing_package
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+    from rich.progress import Progress
 
-__all__ = ["LineProgress", "LiveProgress", "choose_progress", "headline", "minutes", "show_phases"]
+__all__ = ["LineProgress", "LiveProgress", "choose_progress", "figures", "headline", "minutes", "show_phases"]
 
 LINE_EVERY = 20
 """Steps between two lines."""
-REDRAWS_PER_SECOND = 5
 BAR_WIDTH = 30
 
 
@@ -32,9 +32,7 @@ def show_phases(out: TextIO) -> Iterator[Callable[[str], None]]:
     On a terminal, a status line shows the newest text until the end of the block. Elsewhere, a phase is a line.
     """
     if out.isatty() and find_spec("rich") is not None:
-        from rich.console import Console
-
-        with Console(file=out).status("") as status:
+        with _console(out).status("") as status:
             yield status.update
         return
     last = ""
@@ -62,14 +60,19 @@ def choose_progress(*, wanted: bool, out: TextIO | None = None) -> Iterator[Prog
         yield LineProgress(out)
     else:
         try:
-            from rich.console import Console
-            from rich.live import Live
+            from rich.progress import BarColumn, Progress, TextColumn
         except ImportError as error:
             raise missing_package("the live display needs rich, --no-progress does not", "cli") from error
-        console = Console(file=out)
-        progress = LiveProgress(console)
-        with Live(get_renderable=progress.draw, console=console, refresh_per_second=REDRAWS_PER_SECOND):
-            yield progress
+        texts = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[figures]}")
+        phase, count, figures = map(TextColumn, texts)
+        with Progress(phase, BarColumn(bar_width=BAR_WIDTH), count, figures, console=_console(out)) as bar:
+            yield LiveProgress(bar)
+
+
+def _console(out: TextIO) -> Console:
+    from rich.console import Console
+
+    return Console(file=out)
 
 
 class LineProgress(ProgressSink):
@@ -86,11 +89,7 @@ class LineProgress(ProgressSink):
     def stepped(self, progress: StepProgress) -> None:
         """Print the figures, if it is the step's turn."""
         if progress.step % LINE_EVERY == 0 or progress.step in (1, progress.steps):
-            self._print(
-                f"step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  "
-                f"{progress.tokens_per_second:,.0f} tokens/s  bubble {progress.report.bubble_ratio:.0%}  "
-                f"{minutes(progress.remaining_seconds)} left"
-            )
+            self._print(f"step {progress.step}/{progress.steps}  {figures(progress)}")
 
     def entered(self, phase: str) -> None:
         """Print the phase."""
@@ -108,31 +107,21 @@ class LineProgress(ProgressSink):
 
 
 class LiveProgress(ProgressSink):
-    """Keeps the last step's figures and draws them on request: a progress bar, and the utilization of each stage."""
+    """A progress bar with the last step's figures; it is redrawn by a thread of its own."""
 
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._console = console
-        self._last: StepProgress | None = None
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=BAR_WIDTH),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            auto_refresh=False,
-        )
-        self._task = self._bar.add_task("building", total=None, figures="")
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("building", total=None, figures="")
 
     def started(self, run: RunStarted) -> None:
         """Print the headline above the display."""
-        self._console.print(headline(run), highlight=False)
+        self._bar.console.print(headline(run), highlight=False)
         self._bar.update(self._task, description="training", total=run.steps)
 
     def stepped(self, progress: StepProgress) -> None:
-        """Keep the figures for the next redraw."""
-        self._last = progress
+        """Show the figures; *busy* is the utilization of each stage."""
+        busy = " ".join(f"{share:.0%}" for share in progress.report.stage_utilization)
+        self._bar.update(self._task, completed=progress.step, figures=f"{figures(progress)}  busy {busy}")
 
     def entered(self, phase: str) -> None:
         """Show the phase in front of the bar."""
@@ -143,32 +132,13 @@ class LiveProgress(ProgressSink):
         if reason is not None:
             self.entered(reason)
 
-    def draw(self) -> RenderableType:
-        """The display as it is now. Called by the thread that redraws it, at its own rate."""
-        from rich.console import Group
 
-        last = self._last
-        if last is None:
-            return self._bar
-        figures = (
-            f"loss {last.loss:.3f}  {last.tokens_per_second:,.0f} tokens/s  {minutes(last.remaining_seconds)} left"
-        )
-        self._bar.update(self._task, completed=last.step, figures=figures)
-        return Group(self._bar, _stage_table(last))
-
-
-def _stage_table(progress: StepProgress) -> RenderableType:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    table = Table("stage", "device", "busy", "", box=None, pad_edge=False)
-    report = progress.report
-    devices = {time.task.stage: time.task.lane.device for time in report.tasks}
-    rows = [(str(stage), devices.get(stage, ""), share) for stage, share in enumerate(report.stage_utilization)]
-    for stage, device, share in (*rows, ("", "bubble", report.bubble_ratio)):
-        bar = ProgressBar(total=1.0, completed=share, width=BAR_WIDTH, complete_style="green")
-        table.add_row(stage, device, bar, f"{share:.0%}")
-    return table
+def figures(progress: StepProgress) -> str:
+    """Loss, speed, bubble and the time that is left, in one line."""
+    return (
+        f"loss {progress.loss:.3f}  {progress.tokens_per_second:,.0f} tokens/s  "
+        f"bubble {progress.report.bubble_ratio:.0%}  {minutes(progress.remaining_seconds)} left"
+    )
 
 
 def headline(run: RunStarted) -> str:

@@ -1,28 +1,31 @@
-"""``asyncpipe schedule``: list the schedules, show a simulated step of one, and compare several."""
+"""List schedules, or show a simulated step of one or several.
+
+example:
+  asyncpipe schedule show 1f1b --stages 4 --microbatches 8
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncpipe.cli.arguments import add_command
+from asyncpipe.cli.arguments import add_command, count, writing
 from asyncpipe.cli.step_options import (
+    COSTS,
     SCHEDULE_HELP,
-    add_costs_argument,
-    add_stages_argument,
+    STAGES_HELP,
     add_step_arguments,
     counted,
     headline,
     shape_of,
     spelled,
 )
-from asyncpipe.cli.tables import table
+from asyncpipe.cli.tables import table, terminal_width
 from asyncpipe.core.graph.export import to_dict, to_dot
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
@@ -37,65 +40,28 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-SHOW_DESCRIPTION = """\
-Lower schedules to their task graphs, simulate one step of each at the given costs and show it.
-
-Nothing is trained and no device is used: times are virtual, in the unit of --costs.
-"""
-
-SHOW_EPILOG = """\
-formats:
-  text   a timeline: a row a device, F0 the forward of micro-batch 0, B a backward, I and W its halves (input and
-         weight gradients), R a recompute, dots where the device is idle; stage numbers follow (F0.4) if a
-         device has several
-  html   a page with a timeline and the figures of each schedule, on one time scale; open it in a browser
-  svg    one timeline as a picture
-  csv    the order in the notation of torch.distributed.pipelining, which has no costs or recomputation
-  json   the task graph: tasks, and edges with their reasons
-  dot    the task graph for Graphviz
-
-text and html show several schedules, the other formats one.
-
-comparing:
-  Schedules put different numbers of stages on a device. With --stages P all of them split the model into P stages, on
-  different numbers of devices. With --devices D all of them run on D devices, each schedule with its own number of
-  stages per device (or --virtual), and --costs are those of all stages of a device together: each of v stages costs
-  1/v of F, R, B, I and W, since the model is the same. A copy costs C in both cases.
-
-examples:
-  asyncpipe schedule show gpipe --stages 3 --microbatches 4 --checkpoint except_last
-  asyncpipe schedule show 1f1b --stages 4 --microbatches 8 --costs F=1,B=2,C=0.5
-  asyncpipe schedule show gpipe 1f1b interleaved --devices 4 --microbatches 8 --format html --output compare.html
-  asyncpipe schedule show interleaved --stages 8 --virtual 2 --microbatches 8 --format svg --output step.svg
-  asyncpipe schedule show gpipe --stages 3 --microbatches 4 --format dot | dot -Tpng > graph.png
-"""
-
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``schedule list`` and ``schedule show`` to the command's parser."""
-    parser = add_command(
-        subparsers,
-        "schedule",
-        summary="list schedules, or show a simulated step of one or several",
-        examples="example: asyncpipe schedule show 1f1b --stages 4 --microbatches 8",
+    commands = add_command(subparsers, "schedule", __doc__).add_subparsers(
+        title="commands", metavar="COMMAND", required=True
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_command(commands, "list", summary="list the known schedules").set_defaults(run=_list)
-    summary = "simulate one step and show it"
-    show = add_command(commands, "show", summary=summary, description=SHOW_DESCRIPTION, examples=SHOW_EPILOG)
+    add_command(commands, "list", _list.__doc__).set_defaults(run=_list)
+    show = add_command(commands, "show", _show.__doc__)
     show.add_argument("names", metavar="NAME", nargs="+", help=SCHEDULE_HELP)
     size = show.add_mutually_exclusive_group(required=True)
-    add_stages_argument(size)
-    size.add_argument("--devices", type=int, metavar="D", help="devices, each with the schedule's number of stages")
+    size.add_argument("--stages", type=count, metavar="P", help=STAGES_HELP)
+    size.add_argument("--devices", type=count, metavar="D", help="devices, each with the schedule's number of stages")
     add_step_arguments(show)
     show.add_argument("--forward-only", action="store_true", help="show a step without backward")
-    add_costs_argument(show)
+    show.add_argument("--costs", **COSTS)
     show.add_argument("--format", choices=FORMATS, default="text", help="default: text")
     show.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of the standard output")
     show.set_defaults(run=_show)
 
 
 def _list(args: argparse.Namespace) -> int:
+    """List the known schedules."""
     summaries = ((type(find_schedule(name)).__doc__ or "").strip().partition("\n")[0] for name in known_schedules())
     print(table(("", ""), zip(known_schedules(), summaries, strict=True)))
     return 0
@@ -112,6 +78,37 @@ class _LoweredSchedule:
 
 
 def _show(args: argparse.Namespace) -> int:
+    """Simulate one step of a schedule, or of several, and show it.
+
+    Lower schedules to their task graphs, simulate one step of each at the given costs and show it.
+
+    Nothing is trained and no device is used: times are virtual, in the unit of --costs.
+
+    formats:
+      text   a timeline: a row a device, F0 the forward of micro-batch 0, B a backward, I and W its halves (input and
+             weight gradients), R a recompute, dots where the device is idle; stage numbers follow (F0.4) if a
+             device has several
+      html   a page with a timeline and the figures of each schedule, on one time scale; open it in a browser
+      svg    one timeline as a picture
+      csv    the order in the notation of torch.distributed.pipelining, which has no costs or recomputation
+      json   the task graph: tasks, and edges with their reasons
+      dot    the task graph for Graphviz
+
+    text and html show several schedules, the other formats one.
+
+    comparing:
+      Schedules put different numbers of stages on a device. With --stages P all of them split the model into P stages,
+      on different numbers of devices. With --devices D all of them run on D devices, each schedule with its own number
+      of stages per device (or --virtual), and --costs are those of all stages of a device together: each of v stages
+      costs 1/v of F, R, B, I and W, since the model is the same. A copy costs C in both cases.
+
+    examples:
+      asyncpipe schedule show gpipe --stages 3 --microbatches 4 --checkpoint except_last
+      asyncpipe schedule show 1f1b --stages 4 --microbatches 8 --costs F=1,B=2,C=0.5
+      asyncpipe schedule show gpipe 1f1b interleaved --devices 4 --microbatches 8 --format html --output compare.html
+      asyncpipe schedule show interleaved --stages 8 --virtual 2 --microbatches 8 --format svg --output step.svg
+      asyncpipe schedule show gpipe --stages 3 --microbatches 4 --format dot | dot -Tpng > graph.png
+    """
     if len(args.names) > 1 and args.format not in FOR_SEVERAL:
         raise OptionError(f"--format {args.format} shows one schedule, got {len(args.names)}; text and html show more")
     costs = parse_costs(args.costs)
@@ -119,11 +116,9 @@ def _show(args: argparse.Namespace) -> int:
     text = FORMATS[args.format]([_lowered(name, costs, args) for name in args.names], args)
     if args.output is None:
         sys.stdout.write(text)
-        return 0
-    try:
-        args.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"cannot write {args.output}: {error.strerror or error}") from error
+    else:
+        with writing(args.output):
+            args.output.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -141,9 +136,6 @@ def _lowered(name: str, costs: Costs, args: argparse.Namespace) -> _LoweredSched
 
 def _shape_on_devices(schedule: Schedule, costs: Costs, args: argparse.Namespace) -> tuple[Shape, Costs]:
     """The shape on ``--devices``, and the costs of one stage: a device's costs divided by its number of stages."""
-    for option, value in (("--devices", args.devices), ("--virtual", args.virtual)):
-        if value is not None and value < 1:
-            raise OptionError(f"{option} must be a positive integer, got {value}")
     virtual = schedule.virtual if args.virtual is None else args.virtual
     shares = {name: cost / virtual for name, cost in asdict(costs).items() if name != "copy" and cost is not None}
     return Shape(args.devices * virtual, args.microbatches, args.devices), replace(costs, **shares)
@@ -153,8 +145,7 @@ def _text(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     from asyncpipe.observe.pictures.timeline import text_timeline
 
     # In a pipe or file the timeline is exact and as wide as needed; on a terminal it is scaled to fit.
-    to_terminal = args.output is None and sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if to_terminal else None
+    width = terminal_width() if args.output is None else None
     texts = []
     for shown in several:
         record, copies = simulate(shown.graph, shown.costs), shown.costs.copy > 0

@@ -1,32 +1,5 @@
-"""``asyncpipe serve``: a service that trains jobs submitted over HTTP, until a signal ends it."""
+"""Run a service that trains jobs.
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-import logging.config
-import os
-import signal
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
-from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-from asyncpipe.cli.log_format import FORMATS, LEVELS, service_log
-from asyncpipe.cli.metrics import metrics_served
-from asyncpipe.errors import OptionError, missing_package
-
-if TYPE_CHECKING:
-    from asyncpipe.cli.arguments import Subparsers
-    from asyncpipe.service.settings.service_settings import ServiceSettings
-    from asyncpipe.service.training_service import TrainingService
-
-
-__all__ = ["add_parser", "ending_line", "give_up", "parse_settings", "run"]
-
-DESCRIPTION = """\
 Train jobs that are submitted over HTTP (see `asyncpipe jobs`), several at once on the same devices, for weeks. Whatever
 the service has acknowledged is on disk: the process may be killed at any time, and the next start continues.
 
@@ -37,9 +10,7 @@ accepts only addresses of this machine.
 On SIGTERM or SIGINT (Ctrl-C) the service takes no new jobs, every running job ends its step and takes a snapshot within
 --grace-seconds, and the service exits with 0. A supervisor should wait ten seconds longer before it kills the process.
 A second signal ends the process at once; its jobs then continue from their last snapshots at the next start.
-"""
 
-EPILOG = """\
 examples:
   asyncpipe serve --entries charlm:build --entry-path examples/charlm --devices cpu:0,cpu:1,cpu:2,cpu:3
   asyncpipe serve --config service.toml
@@ -56,6 +27,33 @@ a file of settings:
   [memory_limit]
   "cuda:0" = "70 GiB"
 """
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging.config
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from asyncpipe.cli.arguments import help_texts
+from asyncpipe.cli.log_format import FORMATS, LEVELS, service_log
+from asyncpipe.cli.metrics import metrics_served
+from asyncpipe.errors import OptionError, missing_package
+
+if TYPE_CHECKING:
+    from asyncpipe.cli.arguments import Subparsers
+    from asyncpipe.service.settings.service_settings import ServiceSettings
+    from asyncpipe.service.training_service import TrainingService
+
+
+__all__ = ["add_parser", "ending_line", "give_up", "parse_settings", "run"]
 
 GRACE_OVER = 1
 """Exit status if jobs or devices did not end in time."""
@@ -105,12 +103,7 @@ def parse_settings(arguments: Sequence[str]) -> tuple[ServiceSettings, argparse.
     except ImportError as error:
         raise missing_package("a service needs pydantic-settings, FastAPI and uvicorn", "service") from error
     parser = argparse.ArgumentParser(
-        "asyncpipe serve",
-        usage="asyncpipe serve [OPTIONS]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "asyncpipe serve", usage="asyncpipe serve [OPTIONS]", allow_abbrev=False, **help_texts(__doc__)
     )
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="of stderr (default: info)")
     parser.add_argument("--log-format", choices=FORMATS, default="text", help="of stderr (default: text)")

@@ -1,25 +1,5 @@
-"""``asyncpipe service tokens``: who may use a service, by tokens with names and roles."""
+"""Who may use a service.
 
-from __future__ import annotations
-
-import argparse
-import json
-import sys
-import time
-from typing import TYPE_CHECKING
-
-from asyncpipe.cli.arguments import add_command
-from asyncpipe.cli.jobs_finding import moment
-from asyncpipe.cli.service_folder import add_folder_options, folder_of
-
-if TYPE_CHECKING:
-    from asyncpipe.cli.arguments import Subparsers
-
-__all__ = ["add_parser"]
-
-ROLES = ("read", "submit", "operate")
-
-DESCRIPTION = """\
 Tokens by which a service knows who asks. Each has a name, which the log of changes (audit.jsonl) tells, and a role:
 
   read       sees jobs, losses, logs, files, workers and metrics
@@ -31,56 +11,69 @@ The service may run meanwhile, and knows at once. It keeps hashes of tokens. The
 do everything.
 """
 
-CREATE = """\
-Make a token, and print it to stdout: once, since the service keeps its hash alone. Give it to whom NAME stands for.
+from __future__ import annotations
 
-From the first token on, the service refuses requests without one, also from this machine; and it goes on to do so when
-all are revoked.
-"""
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-REVOKE = """\
-Revoke a token: no request with it is begun any more, also if the service runs, and what its holder has open, such as
-the events of a job, ends within a second. Jobs that were submitted with it go on. The name may be given again.
-"""
+from asyncpipe.cli.arguments import add_command, moment
+
+if TYPE_CHECKING:
+    from asyncpipe.cli.arguments import Subparsers
+    from asyncpipe.service.settings.service_settings import FolderSettings
+
+    Run = Callable[[argparse.Namespace, FolderSettings], int]
+
+__all__ = ["add_parser"]
+
+ROLES = ("read", "submit", "operate")
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add ``tokens`` and its commands to ``asyncpipe service``."""
-    parser = add_command(commands, "tokens", summary="who may use a service", description=DESCRIPTION)
+def add_parser(commands: Subparsers) -> list[tuple[argparse.ArgumentParser, Run]]:
+    """Add ``tokens`` and its commands to ``asyncpipe service``; their parsers, and what runs them."""
+    parser = add_command(commands, "tokens", __doc__)
     of_tokens = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    create = add_command(of_tokens, "create", summary="make a token", description=CREATE)
+    create = add_command(of_tokens, "create", _create.__doc__)
     create.add_argument("name", metavar="NAME", help="whom it is for, as ci or ada@example.org")
     create.add_argument("--role", choices=ROLES, required=True, help="what it lets do")
     text = "until when it is valid: 2026-12-01T08:00, or 90d from now (default: until it is revoked)"
     create.add_argument("--expires", type=moment, metavar="TIME", help=text)
-    create.set_defaults(run=_create)
-    listing = add_command(of_tokens, "list", summary="show all tokens, without their secrets")
+    listing = add_command(of_tokens, "list", _list.__doc__)
     listing.add_argument("--json", action="store_true", help="print JSON, for programs")
-    listing.set_defaults(run=_list)
-    revoke = add_command(of_tokens, "revoke", summary="revoke a token", description=REVOKE)
+    revoke = add_command(of_tokens, "revoke", _revoke.__doc__)
     revoke.add_argument("name", metavar="NAME", help="its name")
-    revoke.set_defaults(run=_revoke)
-    for each in (create, listing, revoke):
-        add_folder_options(each)
+    return [(create, _create), (listing, _list), (revoke, _revoke)]
 
 
 # Late imports: --help does not wait for them.
 
 
-def _create(args: argparse.Namespace) -> int:
+def _create(args: argparse.Namespace, settings: FolderSettings) -> int:
+    """Make a token.
+
+    Make a token, and print it to stdout: once, since the service keeps its hash alone. Give it to whom NAME stands for.
+
+    From the first token on, the service refuses requests without one, also from this machine, and also when all are
+    revoked.
+    """
     from asyncpipe.service.token_roles import TokenRole, create_token
 
-    secret, record = create_token(folder_of(args), args.name, TokenRole(args.role), args.expires)
+    secret, record = create_token(settings.folder, args.name, TokenRole(args.role), args.expires)
     print(f"token {record.name} may {record.role}; it is shown this once:", file=sys.stderr)
     print(secret)
     return 0
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace, settings: FolderSettings) -> int:
+    """Show all tokens, without their secrets."""
     from asyncpipe.cli.tables import table
     from asyncpipe.service.token_roles import read_tokens
 
-    tokens = read_tokens(folder_of(args)) or ()
+    tokens = read_tokens(settings.folder) or ()
     if args.json:
         listed = [token._asdict() for token in tokens]
         print(json.dumps([{key: value for key, value in each.items() if key != "digest"} for each in listed]))
@@ -96,9 +89,14 @@ def _when(at: float | None) -> str:
     return "" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def _revoke(args: argparse.Namespace) -> int:
+def _revoke(args: argparse.Namespace, settings: FolderSettings) -> int:
+    """Revoke a token.
+
+    The service accepts no request with it from now on, also if it runs. What the token's holder has open, such as the
+    events of a job, ends within a second. Jobs that were submitted with it go on. The name may be given again.
+    """
     from asyncpipe.service.token_roles import revoke_token
 
-    record = revoke_token(folder_of(args), args.name)
+    record = revoke_token(settings.folder, args.name)
     print(f"revoked {record.name}, which could {record.role}")
     return 0

@@ -1,60 +1,11 @@
-"""``asyncpipe simulate``: the time and memory of one step or several, by running the real scheduler in virtual time."""
+"""Simulate the time and memory of a step.
 
-from __future__ import annotations
-
-import argparse
-import json
-import shutil
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any
-
-from asyncpipe.cli.arguments import add_command, natural
-from asyncpipe.cli.step_options import (
-    SCHEDULE_HELP,
-    add_costs_argument,
-    add_stages_argument,
-    add_step_arguments,
-    counted,
-    headline,
-    shape_of,
-    spelled,
-)
-from asyncpipe.cli.tables import table
-from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.offload import check_offload
-from asyncpipe.core.graph.task import Task
-from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
-from asyncpipe.core.predict.balance import even_balance
-from asyncpipe.core.predict.costs import Jitter, parse_costs
-from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
-from asyncpipe.core.predict.report import link_waits, peak_per_device, report, reports, steady_state
-from asyncpipe.core.predict.simulate import simulate, simulate_steps
-from asyncpipe.core.predict.topology import Topology, TopologyCosts
-from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import OptionError
-
-if TYPE_CHECKING:
-    from asyncpipe.cli.arguments import Subparsers
-
-__all__ = ["add_parser"]
-
-TRACE_UNIT = 1e-3
-"""Seconds in a trace for each unit of --costs: with milliseconds, it resembles the trace of a real step."""
-
-DESCRIPTION = """\
 Simulate one step of a schedule and print how long it takes, how long each device is idle and how many micro-batches
 it holds at most. With --steps, simulate steps that overlap, as pipe.steps(...) runs them, and print also how soon one
 follows the other.
 
 The scheduler is the one that runs real steps; time is virtual. Nothing is trained and no device is used.
-"""
 
-EPILOG = """\
 what it prints:
   makespan  virtual time from the start of the step to its end, in the unit of --costs (seconds with --profile)
   bubble    the part of the makespan in which the device computes nothing
@@ -92,62 +43,89 @@ examples:
   asyncpipe simulate 1f1b --stages 3 --microbatches 8 --profile model.json --balance 3,5,2 --checkpoint always
 """
 
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any
+
+from asyncpipe.cli.arguments import add_command, count, counts, natural, writing
+from asyncpipe.cli.step_options import (
+    COSTS,
+    SCHEDULE_HELP,
+    STAGES_HELP,
+    add_step_arguments,
+    counted,
+    headline,
+    shape_of,
+    spelled,
+)
+from asyncpipe.cli.tables import table, terminal_width
+from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.offload import check_offload
+from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.predict.balance import even_balance
+from asyncpipe.core.predict.costs import Jitter, parse_costs
+from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
+from asyncpipe.core.predict.report import link_waits, peak_per_device, report, reports, steady_state
+from asyncpipe.core.predict.simulate import simulate, simulate_steps
+from asyncpipe.core.predict.topology import TopologyCosts
+from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
+
+if TYPE_CHECKING:
+    from asyncpipe.cli.arguments import Subparsers
+
+__all__ = ["add_parser"]
+
+TRACE_UNIT = 1e-3
+"""Seconds in a trace for each unit of --costs: with milliseconds, it resembles the trace of a real step."""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``simulate`` to the command line."""
-    summary = "predict the time and memory of a step"
-    parser = add_command(subparsers, "simulate", summary=summary, description=DESCRIPTION, examples=EPILOG)
-    parser.add_argument("name", metavar="NAME", help=SCHEDULE_HELP)
-    add_stages_argument(parser, required=True)
+    parser = add_command(subparsers, "simulate", __doc__)
+    add = parser.add_argument
+    add("name", metavar="NAME", help=SCHEDULE_HELP)
+    add("--stages", type=count, required=True, metavar="P", help=STAGES_HELP)
     add_step_arguments(parser)
     costs = parser.add_mutually_exclusive_group()
-    add_costs_argument(costs)
-    costs.add_argument(
-        "--profile", type=Path, metavar="FILE", help="use the costs and sizes in a file of 'asyncpipe profile'"
-    )
-    parser.add_argument(
-        "--balance", metavar="3,5,2", help="layers of each stage (default: stages that take equally long)"
-    )
-    parser.add_argument(
-        "--offload",
-        metavar="0.5",
-        help="the fraction of micro-batches that are offloaded to the host, or with commas that of each stage",
-    )
-    parser.add_argument(
-        "--jitter",
-        type=float,
-        metavar="SIGMA",
-        help="multiply each cost by a random factor of mean 1 and this standard deviation",
-    )
-    parser.add_argument(
-        "--jitter-per",
-        choices=["task", "microbatch"],
-        default="task",
-        help="draw a factor for each task (default), or for each micro-batch, as if their sizes varied",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random factors (default: 0)")
-    parser.add_argument(
-        "--repeat", type=int, default=1, metavar="K", help="simulate K seeds, starting at N, and print means"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="simulate N steps that overlap, and show their steady state and timeline"
-    )
-    parser.add_argument(
-        "--ahead",
-        type=int,
-        metavar="A",
-        help="steps that are submitted behind the one under way (default: 1); 0: each waits for the end of the other",
-    )
-    parser.add_argument("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to run it on")
-    parser.add_argument("--sent", type=natural, metavar="BYTES", help="size of a message (with --topology; default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a trace of the step, for Perfetto; 1 unit of --costs is 1 ms"
-    )
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="write the timeline of the step, or of all, as a picture"
-    )
+    costs.add_argument("--costs", **COSTS)
+    text = "use the costs and sizes in a file of 'asyncpipe profile'"
+    costs.add_argument("--profile", type=Path, metavar="FILE", help=text)
+    add("--balance", type=counts, metavar="3,5,2", help="layers of each stage (default: stages that take equally long)")
+    text = "the fraction of micro-batches that are offloaded to the host, or with commas that of each stage"
+    add("--offload", type=_fractions, default=[], metavar="0.5", help=text)
+    text = "multiply each cost by a random factor of mean 1 and this standard deviation"
+    add("--jitter", type=float, metavar="SIGMA", help=text)
+    text = "draw a factor for each task (default), or for each micro-batch, as if their sizes varied"
+    add("--jitter-per", choices=["task", "microbatch"], default="task", help=text)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random factors (default: 0)")
+    add("--repeat", type=count, metavar="K", help="simulate K seeds, starting at N, and print means")
+    text = "simulate N steps that overlap, and show their steady state and timeline"
+    add("--steps", type=count, metavar="N", help=text)
+    text = "steps that are submitted behind the one under way (default: 1); 0: each waits for the end of the other"
+    add("--ahead", type=natural, metavar="A", help=text)
+    add("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to run it on")
+    add("--sent", type=natural, metavar="BYTES", help="size of a message (with --topology; default: 0)")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    text = "write a trace of the step, for Perfetto; 1 unit of --costs is 1 ms"
+    add("--trace", type=Path, metavar="FILE", help=text)
+    add("--svg", type=Path, metavar="FILE", help="write the timeline of the step, or of all, as a picture")
     parser.set_defaults(run=_simulate)
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError:
+        rule = "takes a fraction from 0 to 1, or one for each stage"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,58 +146,74 @@ class _CostModel:
     """The bytes of messages, on a topology."""
 
 
-def _offload(text: str | None, stages: int) -> tuple[float, ...]:
-    """The fractions in ``--offload``, by stage."""
-    if text is None:
-        return ()
-    try:
-        given = [float(each) for each in text.split(",")]
-    except ValueError:
-        raise OptionError(f"--offload takes a fraction from 0 to 1, or one for each stage, got {text!r}") from None
-    return check_offload(given if len(given) > 1 else given[0], stages)
+NEEDS = {
+    "ahead": ("steps", "--ahead says how steps overlap; give --steps N with it"),
+    "sent": ("topology", "--sent is for a step on hosts; give --topology FILE with it"),
+    "balance": ("profile", "--balance splits the layers of a profile; give --profile FILE with it"),
+    "repeat": ("jitter", "--repeat without random factors simulates the same step again; give --jitter with it"),
+}
+"""Options that say nothing without another one, and what is said then."""
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ``OptionError`` for options that do not go together."""
+    for option, (other, text) in NEEDS.items():
+        if getattr(args, option) is not None and getattr(args, other) is None:
+            raise OptionError(text)
+    if args.sent is not None and args.profile is not None:
+        raise OptionError("--sent goes with --costs; a profile says what layers send")
+    if args.steps == 1:
+        raise OptionError("--steps must be 2 or more, since a steady state shows between two steps, got 1")
+    if args.balance is not None and len(args.balance) != args.stages:
+        wanted, given = counted(args.stages, "stage"), ",".join(map(str, args.balance))
+        raise OptionError(f"--balance must be the number of layers of each of {wanted}, as 3,5,2 for 3, got {given}")
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    steps, ahead = _steps(args)
-    topology = _topology(args)
+    _check(args)
     schedule = find_schedule(args.name, order=args.order)
     shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
     model = _cost_model(args, schedule.placement(shape))
-    models = _jittered(model.costs, args)
-    names = None
-    if topology is not None:
+    models, names = _jittered(model.costs, args), None
+    if args.topology is not None:
+        from asyncpipe.cli.prediction_files import read_topology
+
+        topology = read_topology(args.topology)
         names = topology.first_devices(shape.devices)
         models = [TopologyCosts(each, topology, model.sizes) for each in models]
     checkpoint = CheckpointMode.parse(args.checkpoint)
-    offload = _offload(args.offload, shape.stages)
+    given = args.offload if len(args.offload) != 1 else args.offload[0]
+    offload = check_offload(given, shape.stages) if args.offload else ()
     graph = lower(schedule, shape, devices=names, checkpoint=checkpoint, wiring=model.wiring, offload=offload)
+    steps, ahead = args.steps or 1, 1 if args.ahead is None else args.ahead
     found = _summary([_run(graph, costs, model.memory, steps, ahead) for costs in models])
     if model.overhead is not None:
         found["step_seconds"] = found["makespan"] + model.overhead
     title = f"{headline(graph, args.checkpoint)}, {model.label}"
-    records = simulate_steps(graph, models[0], steps=steps, ahead=ahead)
+    records = simulate_steps(graph, models[0], steps=steps, ahead=ahead if steps > 1 else 0)
     if args.trace is not None:
-        _write_trace(records, model, args.trace)
+        from asyncpipe.observe.pictures.trace import write_trace
+
+        with writing(args.trace):
+            write_trace(records, args.trace, memory=model.memory, unit=model.unit)
         found["trace"] = str(args.trace)
     if args.svg is not None:
-        _write_picture(records, model, title, args.svg)
+        from asyncpipe.observe.pictures.svg import svg_timeline
+
+        with writing(args.svg):
+            args.svg.write_text(svg_timeline(records, title=title, virtual=model.virtual), encoding="utf-8")
         found["svg"] = str(args.svg)
     if args.json:
-        asked = {
-            "schedule": graph.schedule,
-            "stages": shape.stages,
-            "devices": shape.devices,
-            "microbatches": shape.microbatches,
-            "checkpoint": args.checkpoint,
-        }
+        asked = {"schedule": graph.schedule, "stages": shape.stages, "devices": shape.devices}
+        asked |= {"microbatches": shape.microbatches, "checkpoint": args.checkpoint}
         print(json.dumps({**found, **asked}))
         return 0
     jitter = "" if args.jitter is None else f", jitter {args.jitter:g} per {args.jitter_per}"
-    print(f"{title}{jitter}\n")
-    print(_device_table(graph, found) + "\n")
-    print(_last_line(found))
+    print(f"{title}{jitter}\n\n{_device_table(graph, found)}\n\n{_last_line(found)}")
     if args.steps is not None:
-        print(_timeline(records, virtual=model.virtual), end="")
+        from asyncpipe.observe.pictures.timeline import text_timeline
+
+        print(f"\n{text_timeline(records, terminal_width(), virtual=model.virtual)}", end="")
     if args.trace is not None:
         print(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
     if args.svg is not None:
@@ -227,73 +221,15 @@ def _simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(args: argparse.Namespace) -> tuple[int, int]:
-    """How many steps are asked for, and how many of them are submitted behind the one under way."""
-    if args.steps is None:
-        if args.ahead is not None:
-            raise OptionError("--ahead says how steps overlap; give --steps N with it")
-        return 1, 0
-    if args.steps < 2:
-        raise OptionError(f"--steps must be 2 or more, since a steady state shows between two steps, got {args.steps}")
-    ahead = 1 if args.ahead is None else args.ahead
-    if ahead < 0:
-        raise OptionError(f"--ahead must not be negative, got {ahead}")
-    return args.steps, ahead
-
-
-def _topology(args: argparse.Namespace) -> Topology | None:
-    """What is asked for; raises ``OptionError`` for ``--sent`` without it, or beside a profile."""
-    if args.topology is None and args.sent:
-        raise OptionError("--sent is for a step on hosts; give --topology FILE with it")
-    if args.sent is not None and args.profile is not None:
-        raise OptionError("--sent goes with --costs; a profile says what layers send")
-    if args.topology is None:
-        return None
-    from asyncpipe.cli.prediction_files import read_topology
-
-    return read_topology(args.topology)
-
-
-def _timeline(records: Sequence[StepRecord], *, virtual: bool) -> str:
-    from asyncpipe.observe.pictures.timeline import text_timeline
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return "\n" + text_timeline(records, width, virtual=virtual)
-
-
-def _write_trace(records: Sequence[StepRecord], model: _CostModel, path: Path) -> None:
-    from asyncpipe.observe.pictures.trace import write_trace
-
-    try:
-        write_trace(records, path, memory=model.memory, unit=model.unit)
-    except OSError as error:
-        raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _write_picture(records: Sequence[StepRecord], model: _CostModel, title: str, path: Path) -> None:
-    from asyncpipe.observe.pictures.svg import svg_timeline
-
-    try:
-        path.write_text(svg_timeline(records, title=title, virtual=model.virtual), encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 def _cost_model(args: argparse.Namespace, placement: Sequence[int]) -> _CostModel:
     if args.profile is None:
-        if args.balance is not None:
-            raise OptionError("--balance splits the layers of a profile; give --profile FILE with it")
-        costs = parse_costs(args.costs)
-        sent = args.sent or 0
+        costs, sent = parse_costs(args.costs), args.sent or 0
         return _CostModel(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT, sizes=lambda task: sent)
     from asyncpipe.cli.prediction_files import read_profile
 
     profile = read_profile(args.profile)
     checkpoint = CheckpointMode.parse(args.checkpoint)
-    if args.balance is None:
-        balance = even_balance(profile.layer_seconds(args.microbatches, checkpoint), args.stages)
-    else:
-        balance = _balance(args.balance, args.stages)
+    balance = args.balance or even_balance(profile.layer_seconds(args.microbatches, checkpoint), args.stages)
     measured = profile.costs(balance, args.microbatches, checkpoint, placement)
     return _CostModel(
         costs=measured,
@@ -306,28 +242,12 @@ def _cost_model(args: argparse.Namespace, placement: Sequence[int]) -> _CostMode
     )
 
 
-def _balance(text: str, stages: int) -> list[int]:
-    """Parse ``3,5,2``: the layers of each stage."""
-    try:
-        balance = [int(count) for count in text.split(",")]
-    except ValueError:
-        balance = []
-    if len(balance) != stages:
-        wanted = counted(stages, "stage")
-        raise OptionError(f"--balance must be the number of layers of each of {wanted}, as 3,5,2 for 3, got {text!r}")
-    return balance
-
-
 def _jittered(costs: Callable[[Task], float], args: argparse.Namespace) -> list[Callable[[Task], float]]:
     """The cost model of each simulated run."""
-    if args.repeat < 1:
-        raise OptionError(f"--repeat must be a positive integer, got {args.repeat}")
     if args.jitter is None:
-        if args.repeat > 1:
-            raise OptionError("--repeat without random factors simulates the same step again; give --jitter with it")
         return [costs]
     per_microbatch = args.jitter_per == "microbatch"
-    return [Jitter(costs, args.jitter, args.seed + k, per_microbatch) for k in range(args.repeat)]
+    return [Jitter(costs, args.jitter, args.seed + k, per_microbatch) for k in range(args.repeat or 1)]
 
 
 def _run(
@@ -372,16 +292,20 @@ def _summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _device_table(graph: TaskGraph, found: dict[str, Any]) -> str:
     """A row for each device: its stages and its figures."""
-    steady = ["steady"] if "steady_bubble" in found else []
-    waits = ["waits for links"] if "waits" in found else []
-    head = ["device", "stages", "bubble", *steady, *waits, "peak", *(["memory"] if "memory" in found else [])]
-    rows = []
-    for device, name in enumerate(graph.devices):
-        stages = " ".join(str(stage) for stage, at in enumerate(graph.placement) if at == device)
-        memory = [format_bytes(found["memory"][device])] if "memory" in found else []
-        bubbles = [f"{found[kind][device]:.1%}" for kind in ("bubble", "steady_bubble", "waits") if kind in found]
-        rows.append([name, stages, *bubbles, f"{found['peak'][device]:g}", *memory])
-    return table(head, rows, numbers=head[2:])
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "bubble": ("bubble", "{:.1%}".format),
+        "steady": ("steady_bubble", "{:.1%}".format),
+        "waits for links": ("waits", "{:.1%}".format),
+        "peak": ("peak", "{:g}".format),
+        "memory": ("memory", format_bytes),
+    }
+    shown = {head: (found[key], form) for head, (key, form) in columns.items() if key in found}
+    rows = [
+        [name, " ".join(str(stage) for stage, at in enumerate(graph.placement) if at == device)]
+        + [form(values[device]) for values, form in shown.values()]
+        for device, name in enumerate(graph.devices)
+    ]
+    return table(["device", "stages", *shown], rows, numbers=shown)
 
 
 def _last_line(found: dict[str, Any]) -> str:

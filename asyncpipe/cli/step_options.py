@@ -6,16 +6,18 @@ Nothing here imports torch, so that these commands start quickly.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
+from asyncpipe.cli.arguments import count
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.errors import OptionError
 
 __all__ = [
+    "COSTS",
     "SCHEDULE_HELP",
-    "add_costs_argument",
-    "add_stages_argument",
+    "STAGES_HELP",
     "add_step_arguments",
     "counted",
     "headline",
@@ -24,45 +26,26 @@ __all__ = [
 ]
 
 SCHEDULE_HELP = "a schedule: one that 'asyncpipe schedule list' shows, module:Class or csv:FILE"
-
-
-def add_stages_argument(parser: argparse._ActionsContainer, *, required: bool = False) -> None:
-    """Add --stages."""
-    parser.add_argument("--stages", type=int, required=required, metavar="P", help="stages on all devices together")
+STAGES_HELP = "stages on all devices together"
+COSTS: dict[str, Any] = {
+    "default": "",
+    "metavar": "F=1,I=1,W=1,C=0",
+    "help": "virtual time of a forward, an input gradient, a weight gradient and a copy (default: as shown), of a full "
+    "backward B (default: I + W) and of a recomputation R (default: 1)",
+}
+"""The option --costs, which ``parse_costs`` reads."""
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --microbatches, --virtual, --order and --checkpoint."""
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of the step")
-    parser.add_argument(
-        "--virtual",
-        type=int,
-        metavar="V",
-        help="stages per device (default: the schedule's own number if that divides the stages, else 1)",
-    )
-    parser.add_argument(
-        "--order",
-        choices=["strict", "hint"],
-        default="strict",
-        help="strict: devices keep the schedule's order (default); hint: it only ranks ready tasks",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        default="never",
-        metavar="MODE",
-        help="which micro-batches are recomputed before their backward: never (default), always or except_last",
-    )
-
-
-def add_costs_argument(parser: argparse._ActionsContainer) -> None:
-    """Add --costs, which ``parse_costs`` reads."""
-    parser.add_argument(
-        "--costs",
-        default="",
-        metavar="F=1,I=1,W=1,C=0",
-        help="virtual time of a forward, an input gradient, a weight gradient and a copy (default: as shown), of a "
-        "full backward B (default: I + W) and of a recomputation R (default: 1)",
-    )
+    add = parser.add_argument
+    add("--microbatches", type=count, required=True, metavar="M", help="micro-batches of the step")
+    text = "stages per device (default: the schedule's own number if that divides the stages, else 1)"
+    add("--virtual", type=count, metavar="V", help=text)
+    text = "strict: devices keep the schedule's order (default); hint: it only ranks ready tasks"
+    add("--order", choices=["strict", "hint"], default="strict", help=text)
+    text = "which micro-batches are recomputed before their backward: never (default), always or except_last"
+    add("--checkpoint", default="never", metavar="MODE", help=text)
 
 
 def shape_of(schedule: Schedule, stages: int, microbatches: int, virtual: int | None) -> Shape:
@@ -73,7 +56,7 @@ def shape_of(schedule: Schedule, stages: int, microbatches: int, virtual: int | 
     """
     if virtual is None:
         virtual = schedule.virtual if schedule.virtual > 0 and stages % schedule.virtual == 0 else 1
-    if virtual < 1 or stages % virtual:
+    if stages % virtual:
         raise OptionError(f"--virtual must divide the number of stages, got {virtual} for {stages} stages")
     return Shape(stages, microbatches, stages // virtual)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from typing import TextIO
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TextIO, TypeVar
 
 from asyncpipe.errors import missing_package
 
-__all__ = ["table"]
+__all__ = ["columns", "table", "terminal_width"]
+
+_Row = TypeVar("_Row")
 
 UNLIMITED = 10**9
 """Columns of a file or pipe, to which tables are never cut."""
@@ -46,3 +48,13 @@ def table(
     with console.capture() as capture:
         console.print(drawn)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def columns(shown: Mapping[str, Callable[[_Row], str]], rows: Iterable[_Row], *, numbers: Collection[str] = ()) -> str:
+    """A table of ``rows`` for stdout: for each column its heading, and what it shows of a row."""
+    return table(list(shown), [[cell(row) for cell in shown.values()] for row in rows], numbers=numbers)
+
+
+def terminal_width() -> int | None:
+    """The columns of the terminal that stdout is; ``None`` if it is a pipe or a file, whose lines have no limit."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

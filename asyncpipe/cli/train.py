@@ -1,4 +1,28 @@
-"""``asyncpipe train``: run the training job of a job file, with progress, metrics and a live page."""
+"""Run a training job.
+
+Train the model of a job file as a pipeline, then evaluate it and generate a sample, if its workload can do that.
+
+Every key of the job file can be given by --set KEY=VALUE, typed and checked as in the file. --steps, --devices,
+--workers, --serve and --resume are short for such keys.
+
+SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with a summary, the trace and a last snapshot; a
+second signal ends it between two tasks. A trace or a snapshot that cannot be written does not end the run. With
+--resume the run continues from its newest intact snapshot, or from scratch if there is none; a supervisor that
+restarts it can always give this option.
+
+examples:
+  asyncpipe train examples/charlm/charlm.toml
+  asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
+  asyncpipe train examples/charlm/charlm.toml --set pipeline.schedule=zb-h1 --set training.learning_rate=1e-4
+  asyncpipe train examples/charlm/charlm.toml --device-type cuda --set observe.metrics_port=9400
+  asyncpipe train examples/charlm/charlm.toml --plan plan.toml
+  asyncpipe train examples/charlm/charlm.toml --workers processes --set pipeline.compile=true
+  asyncpipe train examples/charlm/charlm.toml --workers ray --set ray.address=10.0.0.5:6379
+  torchrun --nproc-per-node 3 -m asyncpipe.worker train examples/charlm/charlm.toml
+  asyncpipe train examples/charlm/charlm.toml --serve 8080 --set observe.trace=trace.json
+  asyncpipe train examples/charlm/charlm.toml --set snapshots.folder=runs/charlm --set snapshots.every=50
+  asyncpipe train examples/charlm/charlm.toml --resume runs/charlm
+"""
 
 from __future__ import annotations
 
@@ -9,7 +33,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncpipe.cli.arguments import add_command, count
+from asyncpipe.cli.arguments import add_command, add_set, changes, count, names
 from asyncpipe.cli.metrics import metrics_served
 from asyncpipe.errors import DeviceError, OptionError
 
@@ -22,93 +46,38 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-DESCRIPTION = """\
-Train the model of a job file as a pipeline, then evaluate it and generate a sample, if its workload can do that.
-
-SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with a summary, the trace and a last snapshot; a
-second signal ends it between two tasks. A trace or a snapshot that cannot be written does not end the run. With
---resume the run continues from its newest intact snapshot, or from scratch if there is none; a supervisor that
-restarts it can always give this option.
-"""
-
-EXAMPLES = """\
-examples:
-  asyncpipe train examples/charlm/charlm.toml
-  asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
-  asyncpipe train examples/charlm/charlm.toml --device-type cuda --metrics-port 9400
-  asyncpipe train examples/charlm/charlm.toml --plan plan.toml
-  asyncpipe train examples/charlm/charlm.toml --workers processes
-  asyncpipe train examples/charlm/charlm.toml --workers ray --ray-address 10.0.0.5:6379
-  torchrun --nproc-per-node 3 -m asyncpipe.worker train examples/charlm/charlm.toml
-  asyncpipe train examples/charlm/charlm.toml --serve 0 --snapshots runs/charlm
-  asyncpipe train examples/charlm/charlm.toml --resume runs/charlm
-"""
+KEYS = {
+    "steps": "training.steps",
+    "devices": "pipeline.devices",
+    "workers": "pipeline.workers",
+    "serve": "observe.serve_port",
+}
+"""For which key of the job file an option stands; ``--resume`` stands for two."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``train`` to the command line."""
-    parser = add_command(subparsers, "train", summary="run a training job", description=DESCRIPTION, examples=EXAMPLES)
-    parser.add_argument("job", metavar="JOB.toml", type=Path, help="the job file")
-    parser.add_argument("--plan", type=Path, metavar="FILE.toml", help="the pipeline that 'asyncpipe plan' has printed")
-    parser.add_argument("--steps", type=count, metavar="N", help="train for N steps")
-    devices = parser.add_mutually_exclusive_group()
-    devices.add_argument("--devices", type=_devices, metavar="LIST", help="train on these devices, as cpu:0,cpu:1")
-    devices.add_argument(
-        "--device-type",
-        choices=("cpu", "cuda"),
-        help="train on the same number of logical devices of this kind, round robin over those of the machine",
-    )
-    parser.add_argument(
-        "--workers",
-        choices=("threads", "processes", "ray", "torchrun"),
-        help="where the devices' threads are: in this process, in a worker process for each accelerator and each "
-        "CPU device, or in such processes on the machines of a Ray cluster or of torchrun; all but threads need "
-        "[training] overlap = true in the job file",
-    )
-    parser.add_argument(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="the cluster that --workers ray uses, as 10.0.0.5:6379; by default one starts on this machine",
-    )
-    parser.add_argument("--compile", action="store_const", const=True, help="compile each stage with torch.compile")
-    _add_watching(parser)
-    parser.add_argument("--no-progress", action="store_true", help="print the summary only")
-    parser.set_defaults(run=_train)
-
-
-def _add_watching(parser: argparse.ArgumentParser) -> None:
-    """Add the options that override ``[observe]`` and ``[snapshots]``."""
+    parser = add_command(subparsers, "train", __doc__)
     add = parser.add_argument
-    add("--metrics-port", type=_port, metavar="PORT", help="serve metrics on this port; 0 takes any free port")
-    add("--metrics-address", metavar="IP", help="serve metrics on this address (default: 127.0.0.1)")
-    add(
-        "--serve",
-        type=_port,
-        metavar="PORT",
-        help="serve a live page on this port of 127.0.0.1; 0 as above",
-    )
-    add("--trace", type=Path, metavar="FILE", help="write a trace of the last steps, for Perfetto")
-    add("--timeline", type=Path, metavar="FILE.svg", help="draw the last step")
-    add(
-        "--snapshots",
-        type=Path,
-        metavar="FOLDER",
-        help="save the run to this folder during training and at the end (every 100 steps, with the newest 3 kept, "
-        "unless the job file says otherwise); the folder must not hold snapshots of another run",
-    )
-    add(
-        "--resume",
-        type=Path,
-        nargs="?",
-        const=True,
-        metavar="FOLDER",
-        help="continue from the newest intact snapshot in FOLDER, which also gets the new ones (default: the folder in "
-        "the job file); start from scratch if there is none",
-    )
-    add("--opentelemetry", action="store_true", default=None, help="report each step as an OpenTelemetry span")
-    add("--tensorboard", type=Path, metavar="FOLDER", help="write figures of each step for TensorBoard")
-    add("--mlflow", metavar="URI", help="log figures of each step to MLflow: a tracking server or a store")
-    add("--nvtx", action="store_true", default=None, help="mark tasks as NVTX ranges, for NVIDIA's profilers")
+    add("job", metavar="JOB.toml", type=Path, help="the job file")
+    add("--plan", type=Path, metavar="FILE.toml", help="the pipeline that 'asyncpipe plan' has printed")
+    add("--steps", type=count, metavar="N", help="train for N steps")
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument("--devices", type=names, metavar="LIST", help="train on these devices, as cpu:0,cpu:1")
+    text = "train on the same number of logical devices of this kind, round robin over those of the machine"
+    devices.add_argument("--device-type", choices=("cpu", "cuda"), help=text)
+    text = "where the devices' threads are: in this process, in a worker process for each accelerator and each CPU "
+    text += "device, or in such processes on the machines of a Ray cluster or of torchrun; all but threads need "
+    text += "[training] overlap = true in the job file"
+    add("--workers", choices=("threads", "processes", "ray", "torchrun"), help=text)
+    text = "serve a live page on this port of 127.0.0.1; 0 takes any free port"
+    add("--serve", type=_port, metavar="PORT", help=text)
+    text = "continue from the newest intact snapshot in FOLDER, which also gets the new ones (default: the folder in "
+    text += "the job file); start from scratch if there is none"
+    add("--resume", type=Path, nargs="?", const=True, metavar="FOLDER", help=text)
+    add_set(parser)
+    add("--no-progress", action="store_true", help="print the summary only")
+    parser.set_defaults(run=_train)
 
 
 def _port(text: str) -> int:
@@ -117,19 +86,10 @@ def _port(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be a port from 0 (any free one) to 65535, got {text!r}")
 
 
-def _devices(text: str) -> tuple[str, ...]:
-    devices = tuple(device.strip() for device in text.split(","))
-    if all(devices):
-        return devices
-    raise argparse.ArgumentTypeError(f"must be device names with commas between them, as cpu:0,cpu:1, got {text!r}")
-
-
 def _train(args: argparse.Namespace) -> int:
-    # Imported here, and partly after the job file is read: --help and a wrong job file should not wait for torch.
-    from asyncpipe.train.job_file import load_job
+    job = _job(args)
 
-    job = _with_options(load_job(args.job), args)
-
+    # Imported after the job file is read: --help and a wrong job file should not wait for torch.
     from asyncpipe.cli.progress import choose_progress
     from asyncpipe.observe.metrics import PipelineCollector
     from asyncpipe.runtime.portal import new_event_loop
@@ -158,58 +118,33 @@ def _train(args: argparse.Namespace) -> int:
     return 0 if stopped_by is None else 128 + stopped_by
 
 
-def _with_options(job: Job, args: argparse.Namespace) -> Job:
-    """The job with the values of the command line in place of those of the file."""
-    from asyncpipe.train.job_file import check_workers, job_file_error, with_plan_file
+def _job(args: argparse.Namespace) -> Job:
+    """The job of the file, with the values of the command line."""
+    from asyncpipe.train.job_file import load_job
 
-    if args.plan is not None:
-        job = with_plan_file(job, args.plan)
-    devices = args.devices
     if args.device_type is not None:
-        devices = _logical_devices(len(job.pipeline.devices), args.device_type)
-    job = job.override("pipeline", devices=devices, workers=args.workers, compile=args.compile)
-    try:
-        check_workers(job.pipeline.workers, job.training)
-    except ValueError as error:
-        raise job_file_error(job.path, str(error)) from None
-    job = job.override("ray", address=args.ray_address)
-    job = job.override("training", steps=args.steps)
-    job = _with_snapshots(job, args.snapshots, args.resume)
-    return job.override(
-        "observe",
-        metrics_port=args.metrics_port,
-        metrics_address=args.metrics_address,
-        trace=args.trace,
-        timeline=args.timeline,
-        serve_port=args.serve,
-        opentelemetry=args.opentelemetry,
-        tensorboard=args.tensorboard,
-        mlflow=args.mlflow,
-        nvtx=args.nvtx,
-    )
-
-
-def _with_snapshots(job: Job, folder: Path | None, resume: Path | bool | None) -> Job:
-    """The job with ``--snapshots`` and ``--resume``; ``resume`` is true if it was given without a folder."""
-    if isinstance(resume, Path):
-        if folder is not None and folder != resume:
-            raise OptionError(f"--resume {resume}: the run's own folder is --snapshots {folder}; give one of them")
-        folder = resume
-    if resume is not None and folder is None and job.snapshots is None:
+        args.devices = _logical_devices(len(load_job(args.job, plan=args.plan).pipeline.devices), args.device_type)
+    args.folder = str(args.resume) if isinstance(args.resume, Path) else None
+    args.resume = None if args.resume is None else True
+    given = changes(args, KEYS | {"folder": "snapshots.folder", "resume": "snapshots.resume"})
+    if args.resume and "snapshots.folder" not in given and load_job(args.job).snapshots is None:
         raise OptionError("--resume: the job has no folder for snapshots; give one, as in --resume runs/mine")
-    return job.override("snapshots", folder=folder, resume=None if resume is None else True)
+    for key in given:
+        if key.partition(".")[0] == "service":
+            raise OptionError(f"{key}: [service] is read by asyncpipe jobs submit, not by asyncpipe train")
+    return load_job(args.job, given, plan=args.plan)
 
 
-def _logical_devices(number: int, kind: str) -> tuple[str, ...]:
+def _logical_devices(number: int, kind: str) -> list[str]:
     """``number`` logical devices of ``kind``, round robin over those of this machine."""
     if kind == "cpu":
-        return tuple(f"cpu:{index}" for index in range(number))
+        return [f"cpu:{index}" for index in range(number)]
     from torch import cuda
 
     available = cuda.device_count()
     if not available:
         raise DeviceError("--device-type cuda: this machine has no CUDA device that torch can use; leave it out")
-    return tuple(f"cuda:{index % available}" for index in range(number))
+    return [f"cuda:{index % available}" for index in range(number)]
 
 
 async def _run(
@@ -259,17 +194,14 @@ def _print_summary(summary: TrainingSummary) -> None:
         print(f"compiled {stage}")
         for reason in (*stage.graph_breaks, *stage.recompilations):
             print(f"  {reason.splitlines()[0]}")
-    if summary.skipped:
-        print(f"{summary.skipped} updates were skipped: the loss or the gradient norm was not finite")
-    if summary.evaluation is not None:
-        print(f"held-out loss {summary.evaluation:.3f}")
-    if summary.trace is not None:
-        print(f"trace: {summary.trace} (open it in https://ui.perfetto.dev)")
-    if summary.timeline is not None:
-        print(f"timeline: {summary.timeline}")
-    if summary.snapshot is not None:
-        print(f"snapshot: {summary.snapshot}")
-    if summary.finished is not None:
-        print(f"model: {summary.finished}")
-    if summary.sample is not None:
-        print(f"sample:\n{summary.sample}")
+    for text, value in (
+        ("{} updates were skipped: the loss or the gradient norm was not finite", summary.skipped or None),
+        ("held-out loss {:.3f}", summary.evaluation),
+        ("trace: {} (open it in https://ui.perfetto.dev)", summary.trace),
+        ("timeline: {}", summary.timeline),
+        ("snapshot: {}", summary.snapshot),
+        ("model: {}", summary.finished),
+        ("sample:\n{}", summary.sample),
+    ):
+        if value is not None:
+            print(text.format(value))

@@ -79,7 +79,7 @@ from asyncpipe.errors import JobFileError, OptionError
 from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.runtime.workers.launcher import Launcher
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
-from asyncpipe.train.validation import StrictModel, read_toml, wrong_keys
+from asyncpipe.train.validation import StrictModel, read_toml, set_key, wrong_keys
 
 __all__ = [
     "AUTO",
@@ -98,7 +98,6 @@ __all__ = [
     "job_file_error",
     "load_job",
     "load_job_for_service",
-    "with_plan_file",
 ]
 
 
@@ -436,49 +435,55 @@ class Job(StrictModel):
         return self.model_copy(update={table: SnapshotTable.model_validate(given)}) if given else self
 
 
-def load_job(path: str | Path) -> Job:
-    """The job in the TOML file at ``path``.
+def load_job(path: str | Path, changes: Mapping[str, Any] | None = None, *, plan: Path | None = None) -> Job:
+    """The job in the TOML file at ``path``, with ``changes`` by dotted key, as ``{"training.steps": 50}``.
 
-    Raises ``JobFileError`` if the file cannot be read or parsed, or with one line for each wrong key: the file's
-    name, the dotted key, what is wrong and what is allowed.
+    The ``[pipeline]`` table of ``plan``, a file that ``asyncpipe plan`` has printed, replaces that of the job; what the
+    plan does not say stays as it is, but for the job's own number of stages and its order.
+
+    Raises ``JobFileError`` if a file cannot be read or parsed, or with one line for each wrong key: the file's name,
+    the dotted key, what is wrong and what is allowed.
     """
-    return load_job_for_service(Path(path))[0]
+    return load_job_for_service(Path(path), changes, plan=plan)[0]
 
 
-def load_job_for_service(path: Path) -> tuple[Job, Any]:
-    """The job in the TOML file at ``path``, and its table ``service``, which only a service reads.
-
-    Raises as ``load_job``.
-    """
-    tables = read_toml(path, JobFileError)
+def load_job_for_service(
+    path: Path, changes: Mapping[str, Any] | None = None, *, plan: Path | None = None
+) -> tuple[Job, Any]:
+    """The job, as ``load_job`` has it, and its table ``service``, which only a service reads."""
+    tables, changes = read_toml(path, JobFileError), changes or {}
+    planned = {} if plan is None else _read_plan(plan)
+    if plan is not None:
+        own = tables.get("pipeline")
+        kept = {key: own[key] for key in own if key not in ("stages", "order")} if isinstance(own, dict) else {}
+        tables["pipeline"] = kept | planned
+    for key, value in changes.items():
+        if not set_key(tables, key, value):
+            raise JobFileError(f"{key}: must be the key of a value, as training.steps")
     service = tables.pop("service", {})
     try:
         return Job.model_validate(tables, context={"path": path}), service
     except ValidationError as error:
-        raise job_file_error(path, *map(str, wrong_keys(error, Job))) from None
+        problems = wrong_keys(error, Job)
+    lines = []
+    for problem in problems:
+        key = problem.key or problem.text.partition(":")[0]
+        table, _, name = key.partition(".")
+        if any(f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in changes):
+            lines.append(str(problem))
+        else:
+            lines.append(f"{plan if table == 'pipeline' and name in planned else path}: {problem}")
+    raise JobFileError("\n".join(lines))
 
 
-def with_plan_file(job: Job, path: Path) -> Job:
-    """The job with the ``[pipeline]`` table of a plan: the file at ``path`` is what ``asyncpipe plan`` has printed.
-
-    What the plan does not say stays as it is in the job, but for the job's own number of stages and its order. Raises
-    ``JobFileError`` for a file that is no plan, and where the job does not work with it.
-    """
+def _read_plan(path: Path) -> dict[str, Any]:
+    """The ``[pipeline]`` table of a plan."""
     tables = read_toml(path, JobFileError)
-    planned = tables.get("pipeline")
-    if set(tables) != {"pipeline"} or not isinstance(planned, dict):
+    if set(tables) != {"pipeline"} or not isinstance(tables["pipeline"], dict):
         raise job_file_error(
             path, "is no plan: it must have a table [pipeline] and nothing else, as asyncpipe plan prints"
         )
-    given = job.pipeline.model_dump(exclude={"stages", "order"}, exclude_unset=True)
-    try:
-        pipeline = PipelineTable.model_validate(given | planned)
-        check_workers(pipeline.workers, job.training)
-    except ValidationError as error:
-        raise job_file_error(path, *(f"pipeline.{each}" for each in wrong_keys(error, PipelineTable))) from None
-    except ValueError as error:
-        raise job_file_error(path, str(error)) from None
-    return job.model_copy(update={"pipeline": pipeline})
+    return dict(tables["pipeline"])
 
 
 def job_file_error(path: Path, *problems: str) -> JobFileError:

@@ -19,7 +19,17 @@ from pydantic_core import ErrorDetails
 
 from asyncpipe.errors import AsyncpipeError
 
-__all__ = ["StrictModel", "WrongKey", "adapter_wrong_keys", "explained", "read_toml", "shown", "similar", "wrong_keys"]
+__all__ = [
+    "StrictModel",
+    "WrongKey",
+    "adapter_wrong_keys",
+    "explained",
+    "read_toml",
+    "set_key",
+    "shown",
+    "similar",
+    "wrong_keys",
+]
 
 MAX_PROBLEMS = 20
 MAX_SHOWN = 60
@@ -52,6 +62,21 @@ def read_toml(path: Path, error_type: Callable[[str], AsyncpipeError]) -> dict[s
         raise error_type(f"{path}: is not UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise error_type(f"{path}: is not valid TOML: {error}") from error
+
+
+def set_key(tables: dict[str, Any], key: str, value: object) -> bool:
+    """Set the value at a dotted ``key``; ``None`` removes it. False if the key leads through what is no table."""
+    *path, last = key.split(".")
+    for name in path:
+        following = tables.setdefault(name, {})
+        if not isinstance(following, dict):
+            return False
+        tables = following
+    if value is None:
+        tables.pop(last, None)
+    else:
+        tables[last] = value
+    return bool(last)
 
 
 def wrong_keys(error: ValidationError, model: type[BaseModel], secret: Sequence[str] = ()) -> list[WrongKey]:

@@ -81,7 +81,7 @@ class Service:
         self.sent.append((method, path, body))
         if path == "/v1/jobs" and method == "POST":
             key = handler.headers["Idempotency-Key"]
-            if body["pipeline"]["schedule"] == "wrong":
+            if body["pipeline"]["schedule"] == "a:Wrong":
                 problems = [{"key": "pipeline.schedule", "text": "must be one of gpipe"}]
                 return 422, {"title": "Unprocessable", "detail": "wrong", "problems": problems}
             if key not in self.keys:
@@ -230,10 +230,12 @@ def test_snapshots_are_the_jobs_choice_but_for_their_place(tmp_path):
 
 
 def test_options_win_over_the_file(service, capsys):
-    options = ["--name", "mine", "--steps", "5", "--devices", "cpu:0, cpu:1", "--schedule", "interleaved"]
-    jobs(capsys, "submit", str(CHARLM), *options, "--weight", "3", "--background", "--entry", "a.b:c")
+    options = ["--name", "mine", "--steps", "5", "--devices", "cpu:0, cpu:1", "--background"]
+    sets = ["pipeline.schedule=interleaved", "service.weight=3", "job.entry=a.b:c", "job.parameters.width=8"]
+    jobs(capsys, "submit", str(CHARLM), *options, *(word for each in sets for word in ("--set", each)))
     ((_, _, sent),) = service.sent
-    assert (sent["name"], sent["entry"], sent["weight"], sent["priority_class"]) == ("mine", "a.b:c", 3.0, "background")
+    assert (sent["name"], sent["entry"], sent["weight"], sent["priority_class"]) == ("mine", "a.b:c", 3, "background")
+    assert sent["parameters"]["width"] == 8
     assert sent["pipeline"]["devices"] == ["cpu:0", "cpu:1"]
     assert sent["pipeline"]["schedule"] == "interleaved"
     assert (sent["training"]["steps"], sent["training"]["batch_size"]) == (5, 32)
@@ -248,12 +250,14 @@ def test_the_same_key_makes_one_job(service, capsys):
 
 
 def test_what_is_wrong_with_a_job_is_told_by_its_keys(service, capsys):
-    out, err = jobs(capsys, "submit", str(CHARLM), "--schedule", "wrong", status=2)
+    out, err = jobs(capsys, "submit", str(CHARLM), "--set", "pipeline.schedule=a:Wrong", status=2)
     assert out == ""
     assert err.splitlines()[-2:] == [
         "asyncpipe: error: Unprocessable (422): wrong",
         "pipeline.schedule: must be one of gpipe",
     ]
+    _, err = jobs(capsys, "submit", str(CHARLM), "--set", "service.wieght=2", status=2)
+    assert "service.wieght: did you mean 'weight'? [service] may have tags, deadline, priority_class, weight" in err
     _, err = jobs(capsys, "submit", "nowhere.toml", status=2)
     assert "nowhere.toml: cannot be read" in err
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncpipe import cli
-from asyncpipe.cli.jobs_download import add_download_arguments, artifacts, download
-from asyncpipe.errors import OptionError
 
 JOB = "01k8zq1m7h9x2v4n6r8t0w3y5b"
 WHOLE = [
@@ -39,10 +36,15 @@ class Client:
         return path
 
 
-def parsed(*words: str) -> Namespace:
-    parser = ArgumentParser()
-    add_download_arguments(parser)
-    return Namespace(job=JOB, json=False, **vars(parser.parse_args(words)))
+@pytest.fixture
+def download(monkeypatch):
+    """``asyncpipe jobs download`` by a client."""
+
+    def run(client: Client, *words: str) -> int:
+        monkeypatch.setattr("asyncpipe.service.client.JobClient", lambda *_, **__: client)
+        return cli.main(["jobs", "download", JOB, *words])
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -58,35 +60,32 @@ def parsed(*words: str) -> Namespace:
         (BY_STAGE, ("--step", "20"), [("model-0.pt", 20), ("model-1.pt", 20)]),
     ],
 )  # fmt: skip
-def test_what_is_named_is_downloaded(listed, words, asked, tmp_path, capsys):
+def test_what_is_named_is_downloaded(listed, words, asked, tmp_path, download, capsys):
     client = Client(listed)
-    assert download(client, parsed(*words, "--to", str(tmp_path))) == 0  # type: ignore[arg-type]
+    assert download(client, *words, "--to", str(tmp_path)) == 0
     assert client.asked == asked
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path / name}: 1,234 bytes" for name, _ in asked]
 
 
-def test_what_cannot_be_is_told(tmp_path):
-    with pytest.raises(OptionError, match="after these steps: 40, 20"):
-        download(Client(WHOLE), parsed("--step", "30"))  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="after these steps: none yet"):
-        download(Client([]), parsed())  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"--to: there is no folder .*model-0\.pt, model-1\.pt"):
-        download(Client(BY_STAGE), parsed("--to", str(tmp_path / "no")))  # type: ignore[arg-type]
+def test_what_cannot_be_is_told(tmp_path, download, capsys):
+    for listed, words, told in (
+        (WHOLE, ("--step", "30"), "after these steps: 40, 20"),
+        ([], (), "after these steps: none yet"),
+        (
+            BY_STAGE,
+            ("--to", str(tmp_path / "no")),
+            "/no for model-0.pt, model-1.pt",
+        ),
+    ):
+        assert download(Client(listed), *words) == 2
+        assert told in capsys.readouterr().err
 
 
-def test_artifacts_are_a_table_or_json(capsys):
-    arguments = Namespace(job=JOB, json=False)
-    artifacts(Client(WHOLE), arguments)  # type: ignore[arg-type]
+def test_artifacts_are_a_table_or_json(monkeypatch, capsys):
+    monkeypatch.setattr("asyncpipe.service.client.JobClient", lambda *_, **__: Client(WHOLE))
+    assert cli.main(["jobs", "artifacts", JOB]) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["NAME", "STEP", "BYTES"], ["model.pt", "40", "1,234"], ["model.pt", "20", "1,234"], ["losses.csv"],
     ]  # fmt: skip
-    arguments.json = True
-    artifacts(Client(WHOLE), arguments)  # type: ignore[arg-type]
+    assert cli.main(["jobs", "artifacts", JOB, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == WHOLE
-
-
-def test_the_commands_are_there(capsys):
-    for command in ("artifacts", "download"):
-        with pytest.raises(SystemExit):
-            cli.main(["jobs", command, "--help"])
-    assert "weights_only=True" in capsys.readouterr().out

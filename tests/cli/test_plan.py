@@ -24,7 +24,7 @@ from asyncpipe.ops.model.skips import pop, skippable, stash
 from asyncpipe.ops.model.trace.trace import trace
 from asyncpipe.pipeline import profiling
 from asyncpipe.pipeline.profiling import SampleBatch, choose, measure
-from asyncpipe.train.job_file import Job, load_job, with_plan_file
+from asyncpipe.train.job_file import Job, load_job
 from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
@@ -158,12 +158,12 @@ def test_a_plan_that_was_printed_is_what_train_takes(job, profile, capsys):
     printed = job.parent / "plan.toml"
     printed.write_text(capsys.readouterr().out, encoding="utf-8")
     table = tomllib.loads(printed.read_text(encoding="utf-8"))["pipeline"]
-    planned = with_plan_file(load_job(job), printed).pipeline
+    planned = load_job(job, plan=printed).pipeline
     assert (planned.schedule, list(planned.balance)) == (table["schedule"], table["balance"])
     assert (planned.stages, planned.transport) == (None, "connection")
     assert main(["train", str(job), "--plan", str(printed), "--no-progress"]) == 0
     printed.write_text(f"{printed.read_text(encoding='utf-8')}offload = [0.5, 0.0]\n", encoding="utf-8")
-    assert with_plan_file(load_job(job), printed).pipeline.offload == (0.5, 0.0)
+    assert load_job(job, plan=printed).pipeline.offload == (0.5, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -340,10 +340,7 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
     ("arguments", "message"),
     [
         ("nope --stages 2 --microbatches 2", "unknown schedule 'nope'; known schedules: "),
-        ("gpipe --stages 2 --microbatches 0", "microbatches must be a positive integer, got 0"),
-        ("gpipe --stages 0 --microbatches 1", "stages must be a positive integer, got 0"),
         ("gpipe --stages 4 --microbatches 1 --virtual 3", "--virtual must divide the number of stages, got 3 for 4"),
-        ("gpipe --stages 4 --microbatches 1 --virtual 0", "--virtual must divide the number of stages, got 0 for 4"),
         ("gpipe --stages 4 --microbatches 1 --virtual 2", "schedule 'gpipe' puts one stage on each device"),
         ("gpipe --stages 2 --microbatches 1 --checkpoint x", "checkpoint must be one of 'always', 'except_last'"),
         (
@@ -352,14 +349,12 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
         ),
         ("gpipe --stages 2 --microbatches 1 --costs B=-1", "--costs must not be negative or infinite, got 'B=-1'"),
         ("gpipe --stages 2 --microbatches 1 --jitter -1", "sigma must be finite and not negative, got -1"),
-        ("gpipe --stages 2 --microbatches 1 --repeat 0", "--repeat must be a positive integer, got 0"),
         ("gpipe --stages 2 --microbatches 1 --repeat 2", "--repeat without random factors simulates the same step"),
         (
             "gpipe --stages 2 --microbatches 1 --steps 1",
             "--steps must be 2 or more, since a steady state shows between",
         ),
         ("gpipe --stages 2 --microbatches 1 --ahead 1", "--ahead says how steps overlap; give --steps N with it"),
-        ("gpipe --stages 2 --microbatches 1 --steps 2 --ahead -1", "--ahead must not be negative, got -1"),
         ("gpipe --stages 2 --microbatches 1 --svg /nowhere/x", "cannot write /nowhere/x: No such file"),
         ("gpipe --stages 2 --microbatches 1 --balance 1,1", "--balance splits the layers of a profile"),
         ("gpipe --stages 2 --microbatches 1 --profile /nowhere/x", "/nowhere/x: cannot be read: No such file"),
@@ -377,7 +372,6 @@ def test_errors_are_one_line_and_status_2(capsys: Output, arguments: str, messag
     ("options", "message"),
     [
         ("--microbatches 4 --balance 3", "--balance must be the number of layers of each of 2 stages, as 3,5,2 for 3"),
-        ("--microbatches 4 --balance 1,x", "--balance must be the number of layers of each of 2 stages"),
         ("--microbatches 4 --balance 1,1", ""),
         ("--microbatches 4 --balance 0,3", ""),
         ("--microbatches 3 --balance 1,2", "3 micro-batches were not measured; the profile knows 4"),

@@ -78,6 +78,11 @@ def train(job: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[
     return out.splitlines()
 
 
+def observed(name: str) -> list[str]:
+    """The options for a trace and a timeline."""
+    return ["--set", f"observe.trace={name}.json", "--set", f"observe.timeline={name}.svg"]
+
+
 def test_a_run_prints_progress_a_summary_and_a_sample(job, capsys):
     lines = train(job, capsys)
     assert lines[0].startswith("tiny: ")
@@ -92,7 +97,7 @@ def test_a_run_prints_progress_a_summary_and_a_sample(job, capsys):
 
 
 def test_trace_and_timeline_are_written(job, capsys):
-    lines = train(job, capsys, "--steps", "2", "--trace", "runs/t.json", "--timeline", "runs/t.svg", "--no-progress")
+    lines = train(job, capsys, "--steps", "2", *observed("runs/t"), "--no-progress")
     assert lines[0].startswith("tiny: 2 steps in ")
     assert_trace(Path("runs/t.json"), steps=2, devices=4)
     assert_picture(Path("runs/t.svg"))
@@ -100,17 +105,17 @@ def test_trace_and_timeline_are_written(job, capsys):
 
 def test_snapshots_are_taken_and_the_last_one_is_told(job, capsys):
     job.write_text(TINY + '[snapshots]\nfolder = "elsewhere"\nevery = 2\nkeep = 1\n', encoding="utf-8")
-    lines = train(job, capsys, "--snapshots", "runs/s", "--no-progress")
+    lines = train(job, capsys, "--set", "snapshots.folder=runs/s", "--no-progress")
     assert f"snapshot: {Path('runs/s/step-5')}" in lines
     assert [path.name for path in Path("runs/s").iterdir()] == ["step-5"]
     assert not Path("elsewhere").exists()
-    assert cli.main(["train", str(job), "--snapshots", "runs/s"]) == 2
+    assert cli.main(["train", str(job), "--set", "snapshots.folder=runs/s"]) == 2
     assert f"{job}: snapshots.folder: runs/s holds snapshots of another run" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_with_resume_and_says_from_where(job, capsys):
     assert train(job, capsys, "--steps", "2", "--resume", "s")[0].startswith("tiny: ")  # Afresh: there is none.
-    lines = train(job, capsys, "--steps", "4", "--snapshots", "s", "--resume")
+    lines = train(job, capsys, "--steps", "4", "--set", "snapshots.folder=s", "--resume")
     assert lines[0] == f"going on after step 2, from {Path('s') / 'step-2'} (training.steps: 4, was 2)"
     assert any(line.startswith("tiny: 4 steps in ") for line in lines)
     job.write_text(TINY + '[snapshots]\nfolder = "s"\nresume = true\n', encoding="utf-8")
@@ -124,7 +129,7 @@ def test_a_run_goes_on_with_resume_and_says_from_where(job, capsys):
     ("options", "part"),
     [
         (["--resume"], "--resume: the job has no folder for snapshots; give one, as in --resume runs/mine"),
-        (["--resume", "a", "--snapshots", "b"], "--resume a: the run's own folder is --snapshots b; give one of them"),
+        (["--resume", "a", "--set", "snapshots.folder=b"], "snapshots.folder is given twice: 'a', then 'b'"),
         (["--resume", "charlm.py"], "snapshots.folder: cannot use charlm.py: File exists"),
     ],
 )
@@ -151,7 +156,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(job, capsy
         assert (process.returncode, err) == (-signal.SIGKILL, "")
         assert 0 < begun < steps
     train(job, capsys, "--resume", "--no-progress")
-    train(job, capsys, "--snapshots", "whole", "--no-progress")
+    train(job, capsys, "--set", "snapshots.folder=whole", "--no-progress")
     for name in ("model", "optimizer"):
         assert Path(f"s/step-{steps}/{name}.pt").read_bytes() == Path(f"whole/step-{steps}/{name}.pt").read_bytes()
     assert losses(Path(f"s/step-{steps}")) == losses(Path(f"whole/step-{steps}"))
@@ -185,7 +190,7 @@ def test_files_that_cannot_be_written_whole_do_not_end_a_run(job):
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); "
     command = limited + "from asyncpipe import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = "sys.dont_write_bytecode = True; " + command  # The limit would cut that, too.
-    options = ["--snapshots", "s", "--trace", "t.json", "--timeline", "t.svg", "--no-progress"]
+    options = ["--set", "snapshots.folder=s", *observed("t"), "--no-progress"]
     with Program("import sys; " + command, "train", str(job), *options) as process:
         out, err = process.communicate(timeout=50)
     assert process.returncode == 0
@@ -247,7 +252,7 @@ def test_a_job_is_mapped_onto_the_devices_of_a_kind_in_turn(job, monkeypatch, ki
 
 @pytest.mark.cuda
 def test_a_run_on_cuda(job, capsys):
-    lines = train(job, capsys, "--device-type", "cuda", "--trace", "t.json", "--nvtx", "--snapshots", "s")
+    lines = train(job, capsys, "--device-type", "cuda", *observed("t"), "--set", "observe.nvtx=true", "--resume", "s")
     assert any(line.startswith("held-out loss 4.") for line in lines)
     assert_trace(Path("t.json"), steps=3, devices=4)
     assert f"snapshot: {Path('s') / 'step-5'}" in lines
@@ -257,10 +262,10 @@ def test_a_run_on_cuda(job, capsys):
     ("options", "part"),
     [
         (["--steps", "0"], "must be an integer of at least 1"),
-        (["--metrics-port", "70000"], "must be a port from 0 (any free one) to 65535"),
         (["--serve", "web"], "must be a port from 0 (any free one) to 65535"),
-        (["--devices", "cpu:0,,cpu:1"], "must be device names with commas between them"),
+        (["--devices", "cpu:0,,cpu:1"], "must be names with commas between them"),
         (["--devices", "cpu:0", "--device-type", "cpu"], "not allowed with argument"),
+        (["--set", "training.steps"], "must be KEY=VALUE, as training.steps=200; got 'training.steps'"),
     ],
 )
 def test_a_wrong_option_ends_the_command_with_what_is_allowed(job, capsys, options, part):
@@ -270,15 +275,40 @@ def test_a_wrong_option_ends_the_command_with_what_is_allowed(job, capsys, optio
 
 
 @pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (
+            ["training.stepps=3"],
+            "training.stepps: unknown key; did you mean 'steps'? known keys of training: steps",
+        ),
+        (["pipelin.microbatches=3"], "pipelin: unknown key; did you mean 'pipeline'? known keys: name, job, pipeline,"),
+        (["training.steps=many"], 'training.steps: must be an integer of at least 1, got "many"'),
+        (["training.steps=2.0"], "training.steps: must be an integer of at least 1, got 2.0"),
+        (["training=3"], "training: must be a table with the keys steps, batch_size"),
+        (["training.steps.of=3"], "training.steps.of: must be the key of a value, as training.steps"),
+        (["observe.metrics_port=70000"], "observe.metrics_port: must be"),
+        (["pipeline.workers=processes"], "pipeline.workers: gradients stay in the workers"),
+        (["training.steps=3", "training.steps=4"], "training.steps is given twice: 3, then 4"),
+        (["service.weight=2"], "service.weight: [service] is read by asyncpipe jobs submit, not by asyncpipe train"),
+        (["training.batch_size=none"], "training.batch_size: missing; must be an integer of at least 1"),
+    ],
+)
+def test_a_wrong_key_or_value_of_set_is_told_with_what_is_allowed(job, capsys, changes, part):
+    assert cli.main(["train", str(job), *(word for change in changes for word in ("--set", change))]) == 2
+    told = capsys.readouterr().err
+    assert f"asyncpipe: error: {part}" in told or f"asyncpipe: error: {job}: {part}" in told
+
+
+@pytest.mark.parametrize(
     ("package", "option", "extra"),
-    [("uvicorn", ["--serve", "0"], ".[service]"), ("opentelemetry", ["--opentelemetry"], ".[otel]")],
+    [("uvicorn", "observe.serve_port=0", ".[service]"), ("opentelemetry", "observe.opentelemetry=true", ".[otel]")],
 )
 def test_an_extra_that_is_not_installed_ends_the_command_before_it_trains(
     job, capsys, monkeypatch, package, option, extra
 ):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "asyncpipe.observe.http_server", raising=False)  # It has imported uvicorn before.
-    assert cli.main(["train", str(job), *option]) == 2
+    assert cli.main(["train", str(job), "--set", option]) == 2
     out, err = capsys.readouterr()
     assert extra in err
     assert out == ""
@@ -293,9 +323,9 @@ def test_a_signal_ends_a_long_run_that_is_being_scraped(job, number, status, wor
     if workers:
         text = TINY.replace("[training]", 'schedule = "interleaved"\n[training]')
         job.write_text(text.replace("clip = 1.0", "overlap = true\n[faults]\nstep_retries = 0"), encoding="utf-8")
-    options = ["--steps", "1000000", "--metrics-port", "0", "--trace", "t.json", "--timeline", "t.svg"]
+    options = ["--steps", "1000000", "--set", "observe.metrics_port=0", *observed("t")]
     options += ["--workers", "processes", "--devices", "cpu:0,cpu:1"] if workers else []
-    options += ["--snapshots", "s", *(["--serve", "0"] if SERVED else [])]
+    options += ["--set", "snapshots.folder=s", *(["--serve", "0"] if SERVED else [])]
     with started("train", str(job), *options) as process:
         assert process.stdout is not None
         url = wait_for(process, "metrics: ").removeprefix("metrics: ").strip()

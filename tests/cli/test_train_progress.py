@@ -106,8 +106,8 @@ def test_a_terminal_shows_a_bar_and_the_utilization_of_every_stage(simulated):
         "loss 4.310",
         "2,000 tokens/s",
         "0:10 left",
-        "80%",
-        "20%",
+        "bubble 20%",
+        "busy 80% 80%",
     ):
         assert part in shown
 
@@ -123,7 +123,7 @@ def test_no_progress_shows_nothing(simulated):
 
 
 def test_a_terminal_without_rich_is_told_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
     with (
         pytest.raises(OptionError, match=r"pip install -e '\.\[cli\]'"),
         choose_progress(wanted=True, out=Terminal()),

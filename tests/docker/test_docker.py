@@ -170,7 +170,7 @@ def test_two_hosts_and_a_controller_meet_and_are_locked_down(in_docker, image):
     devices = option(controller["command"], "--devices").split(",")
     assert {DeviceName.parse(device).host for device in devices} == {"host-a", "host-b"}
     assert list(published(controller)) == [(9400, 9400)]
-    assert int(option(controller["command"], "--metrics-port")) == image("cpu").ports[0]
+    assert f"--set=observe.metrics_port={image('cpu').ports[0]}" in controller["command"]
     job = option(controller["command"], "train")
     assert (ROOT / job.removeprefix("/opt/asyncpipe/")).exists()
     assert in_docker(HOSTS_FILE)["networks"]["hosts"]["internal"] is True
@@ -235,9 +235,9 @@ def test_ports_are_the_same_everywhere(target, image, compose, compose_cuda, in_
     files = compose if target == "cpu" else compose_cuda
     training = files["services"]["training"]
     metrics, api = built.ports
-    for command in (built.command, training["command"]):
-        assert int(option(command, "--metrics-port")) == metrics
-        assert option(command, "--metrics-address") == "0.0.0.0"
+    assert {f"observe.metrics_port={metrics}", "observe.metrics_address=0.0.0.0"} < set(built.command)
+    assert int(option(training["command"], "--metrics-port")) == metrics
+    assert option(training["command"], "--metrics-address") == "0.0.0.0"
     assert f"http://127.0.0.1:{metrics}/metrics" in built.healthcheck[2]
     assert (int(option(training["command"], "--port")), option(training["command"], "--address")) == (api, "0.0.0.0")
     assert f"http://127.0.0.1:{api}/readyz" in training["healthcheck"]["test"][3]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from asyncpipe.train.job_file import job_file_error, load_job_for_service
+from asyncpipe.train.validation import similar
 
 __all__ = ["read_submission"]
 
@@ -18,13 +20,15 @@ FOR_SERVICE = ("tags", "deadline", "priority_class", "weight", "memory")
 """Keys of ``[service]``."""
 
 
-def read_submission(path: Path) -> tuple[dict[str, Any], list[str]]:
+def read_submission(path: Path, changes: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
     """The submission for the job file at ``path``, as JSON, and the keys of the file that a service ignores.
+
+    ``changes`` are as for ``load_job``, also of ``[service]``: ``{"service.weight": 2}``.
 
     Keys that the file leaves out are left out, so that the service's defaults
     apply. Raises ``JobFileError``.
     """
-    job, service = load_job_for_service(path)
+    job, service = load_job_for_service(path, changes)
     tables = job.model_dump(mode="json", exclude_unset=True)
     ignored = [f"observe.{key}" for key in tables.pop("observe", {})]
     here = [key for key in ("workers", "transport") if tables["pipeline"].pop(key, None) is not None]
@@ -38,8 +42,10 @@ def read_submission(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _for_service(path: Path, table: Any) -> dict[str, Any]:
-    if not isinstance(table, dict) or (unknown := [key for key in table if key not in FOR_SERVICE]):
-        wrong = "service" if not isinstance(table, dict) else f"service.{unknown[0]}"
-        raise job_file_error(path, f"{wrong}: [service] may have {', '.join(FOR_SERVICE)}")
+    allowed = f"[service] may have {', '.join(FOR_SERVICE)}"
+    if not isinstance(table, dict):
+        raise job_file_error(path, f"service: {allowed}")
+    if unknown := [key for key in table if key not in FOR_SERVICE]:
+        raise job_file_error(path, f"service.{unknown[0]}: {similar(unknown[0], FOR_SERVICE)}{allowed}")
     deadline = table.get("deadline")
     return table | ({"deadline": deadline.timestamp()} if isinstance(deadline, datetime) else {})

@@ -57,7 +57,7 @@ from asyncpipe.train.job_file import (
     TrainingTable,
     check_overlap,
 )
-from asyncpipe.train.validation import StrictModel, WrongKey, shown, wrong_keys
+from asyncpipe.train.validation import StrictModel, WrongKey, set_key, shown, wrong_keys
 
 __all__ = [
     "Amendment",
@@ -267,25 +267,11 @@ def changed_document(
     document: dict[str, Any] = deepcopy(dict(record.document))
     problems = [(key, "cannot be changed here; submit a new job") for key in changes if key.split(".")[0] in fixed]
     for key, value in changes.items():
-        if not _set(document, key, value):
+        if not set_key(document, key, value):
             problems.append((key[:100], "must be the key of a value, as training.learning_rate"))
     if problems:
         raise SubmissionError(problems)
     return check_submission(document, settings, entries)
-
-
-def _set(table: dict[str, Any], key: str, value: Any) -> bool:
-    *path, last = key.split(".")
-    for name in path:
-        following = table.setdefault(name, {})
-        if not isinstance(following, dict):
-            return False
-        table = following
-    if value is None:
-        table.pop(last, None)
-    else:
-        table[last] = value
-    return bool(last)
 
 
 def _read(submission: SubmissionInput, settings: ServiceSettings, entries: Entries) -> Submission:

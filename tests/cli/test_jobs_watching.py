@@ -14,7 +14,7 @@ import pytest
 from http_helpers import ENTRY, TOKEN, Api, served
 
 from asyncpipe import cli
-from asyncpipe.cli.jobs_finding import moment
+from asyncpipe.cli.arguments import moment
 from asyncpipe.train.job_file import load_job
 
 JOB_FILE = f"""
@@ -100,7 +100,7 @@ def test_what_watching_prints_without_a_terminal_are_changes(api, run, tmp_path,
     path.write_text(JOB_FILE)
     run("submit", str(path), "--name", "one")
     pauses = iter([("submit", str(path), "--name", "two"), ("pause", "one"), ("cancel", "two")])
-    monkeypatch.setattr("asyncpipe.cli.jobs_finding.time.sleep", lambda _: cli.main(["jobs", *next(pauses)]))
+    monkeypatch.setattr("asyncpipe.cli.jobs_watching.time.sleep", lambda _: cli.main(["jobs", *next(pauses)]))
     lines, _ = run("watch", "--turns", "4", "--every", "0.1")
     told = [line for line in lines if " at step " in line or "no more" in line]
     assert [line.split(" (")[0] for line in told] == ["one", "two", "one", "one", "two", "two"]
