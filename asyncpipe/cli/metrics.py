@@ -14,18 +14,10 @@ __all__ = ["metrics_served"]
 
 
 @contextmanager
-def metrics_served(
-    collector: Collector,
-    port: int | None,
-    address: str,
-    *,
-    certificate: Path | None = None,
-    key: Path | None = None,
-    client_authority: Path | None = None,
-) -> Iterator[None]:
+def metrics_served(collector: Collector, port: int | None, address: str, **files: Path | None) -> Iterator[None]:
     """Serve the metrics of ``collector`` during the block and print their address; without a port, do nothing.
 
-    ``certificate``, ``key`` and ``client_authority`` are as for ``serve_metrics``.
+    ``files`` are ``certificate``, ``key`` and ``client_authority``, as for ``serve_metrics``.
     """
     if port is None:
         yield
@@ -36,8 +28,7 @@ def metrics_served(
 
     registry = CollectorRegistry()
     registry.register(collector)
-    files = {"certificate": certificate, "key": key, "client_authority": client_authority}
     with serve_metrics(registry, port, address, **files) as server:
-        scheme = "http" if certificate is None else "https"
+        scheme = "https" if files.get("certificate") else "http"
         print(f"metrics: {scheme}://{address}:{server.port}/metrics", flush=True)
         yield

@@ -47,18 +47,14 @@ def test_there_are_as_many_parameters_as_the_papers_count(amoebanet, num_layers,
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
 
 
-@pytest.mark.parametrize("stem_reductions", [0, 1, 2, 3])
-@pytest.mark.parametrize(("height", "width"), [(64, 64), (37, 50)])
-def test_images_of_any_size_become_logits(amoebanet, stem_reductions, height, width):
-    model = amoebanet.amoebanetd(7, 3, 16, input_channels=2, stem_reductions=stem_reductions)
-    assert model(torch.randn(2, 2, height, width)).shape == (2, 7)
-
-
 def test_a_cell_makes_the_next_pair_of_its_output_and_the_newest_input(amoebanet):
     model = amoebanet.amoebanetd(10, 3, 16, input_channels=1, stem_reductions=1)
     values = [torch.randn(2, 1, 32, 32)]
     for layer in model:
         values.append(layer(values[-1]))
+    assert values[-1].shape == (2, 10)
+    values[-1].square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
     pairs = values[1:-1]
     assert all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
     assert all(after[1] is before[0] for before, after in pairwise(pairs))
@@ -97,13 +93,6 @@ def test_a_cell_is_wired_as_evolution_found(amoebanet, kind, joined):
     assert output.flatten().tolist() == joined
 
 
-def test_every_parameter_has_a_part_in_the_output(amoebanet):
-    model = amoebanet.amoebanetd(10, 3, 8, input_channels=1, stem_reductions=1)
-    model(torch.randn(4, 1, 32, 32)).square().sum().backward()
-    unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    assert unused == []
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -117,9 +106,6 @@ def test_every_parameter_has_a_part_in_the_output(amoebanet):
 def test_sizes_that_cannot_be_divided_are_turned_down(amoebanet, sizes, message):
     with pytest.raises(OptionError, match=message):
         amoebanet.amoebanetd(**sizes)
-
-
-# The images
 
 
 # As a job

@@ -57,13 +57,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return call
 
 
-def test_it_is_listed_and_shown(run: Run) -> None:
+def test_it_is_listed_shown_and_simulated_within_its_cap(run: Run) -> None:
     listed = run("-m", "asyncpipe", "schedule", "list")
     assert "varuna" in listed
     assert "A rule that runs W before I before F" in listed
     shown = run("-m", "asyncpipe", "schedule", "show", "varuna", "--stages", "3", "--microbatches", "4")
     assert shown.startswith("varuna: 3 stages on 3 devices")
     assert "W0" in shown
+    options = "varuna --stages 4 --microbatches 8 --costs F=1,I=1,W=1,C=0 --json"
+    figures = json.loads(run("-m", "asyncpipe", "simulate", *options.split()))
+    assert max(figures["peak"]) == 4
+    assert figures["makespan"] >= 8 * 3 + 3
 
 
 def test_it_needs_no_entry_point_in_its_own_folder(
@@ -75,13 +79,6 @@ def test_it_needs_no_entry_point_in_its_own_folder(
     assert "varuna: 2 stages" in capsys.readouterr().out
     assert sys.path == before
     sys.modules.pop("varuna_schedule")
-
-
-def test_it_is_simulated_within_its_cap(run: Run) -> None:
-    options = "varuna --stages 4 --microbatches 8 --costs F=1,I=1,W=1,C=0 --json"
-    figures = json.loads(run("-m", "asyncpipe", "simulate", *options.split()))
-    assert max(figures["peak"]) == 4
-    assert figures["makespan"] >= 8 * 3 + 3
 
 
 def test_it_trains(run: Run) -> None:

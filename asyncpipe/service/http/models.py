@@ -15,30 +15,6 @@ from asyncpipe.service.jobs.artifacts import Artifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.outlook import Outlook
 
-__all__ = [
-    "ID",
-    "MOST_LISTED",
-    "ArtifactsAnswer",
-    "CountsAnswer",
-    "EntriesAnswer",
-    "EntryAnswer",
-    "DeletedAnswer",
-    "ErrorAnswer",
-    "EventAnswer",
-    "HistoryAnswer",
-    "JobDetails",
-    "JobSummary",
-    "JobsAnswer",
-    "LossAnswer",
-    "LossesAnswer",
-    "ReadyAnswer",
-    "RetryRequest",
-    "ScheduleRequest",
-    "SchedulesAnswer",
-    "TransitionAnswer",
-    "WorkersAnswer",
-]
-
 ID = "^[0-9a-hjkmnp-tv-z]{26}$"
 """The pattern of a job's id."""
 SCHEDULE = r"^[A-Za-z0-9_.-]+(\([A-Za-z0-9_ =,-]*\))?$"
