@@ -13,14 +13,11 @@ from asyncpipe import Arguments, Microbatches, NoChunk, pop, skippable, stash
 
 MODES = ("always", "except_last", "never")
 
-# (schedule, stages, devices) for 1 to 4 stages.
-SHAPES = [
-    *((name, stages, stages) for name in ("gpipe", "1f1b") for stages in (1, 2, 3, 4)),
-    *(("interleaved", stages, devices) for stages, devices in ((1, 1), (2, 1), (3, 3), (4, 2))),
-]
 
-
-@pytest.mark.parametrize(("schedule", "stages", "devices"), SHAPES)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "devices"),
+    [("gpipe", 1, 1), ("gpipe", 3, 3), ("1f1b", 2, 2), ("1f1b", 4, 4), ("interleaved", 2, 1), ("interleaved", 4, 2)],
+)
 def test_equal_to_the_bare_model(workload, schedule, stages, devices):
     """The caller has layers before and after the pipeline, and a leaf that gets a gradient."""
     torch.manual_seed(5)
@@ -29,7 +26,7 @@ def test_equal_to_the_bare_model(workload, schedule, stages, devices):
     mine = [*front.parameters(), *back.parameters()]
     batches = [rows(n).requires_grad_() for n in (12, 13, 5)]
     expected = [gradients(back(bare(front(x))).square().mean(), [x, *mine, *bare.parameters()]) for x in batches]
-    for mode, microbatches in itertools.product(MODES, (1, 2, 3, 8)):
+    for mode, microbatches in itertools.product(MODES, (1, 3, 8)):
         options = {"schedule": schedule, "checkpoint": mode, "microbatches": microbatches}
         with pipeline(model, devices, stages=stages, **options).sync() as pipe:
             for x, wanted in zip(batches, expected, strict=True):
@@ -227,7 +224,7 @@ def test_evaluation_mode_has_gradients_and_recomputes_nothing(workload, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("frozen", [range(4), range(4, 8), (0, 5), range(8)], ids=str)
+@pytest.mark.parametrize("frozen", [range(4), (0, 5), range(8)], ids=str)
 def test_frozen_parameters(workload, mode, frozen):
     bare, model = workload.model(), workload.model()
     for k in frozen:
@@ -296,23 +293,3 @@ def test_deferred_batch_norm(mode):
             if loss.requires_grad:
                 loss.backward()
                 loss = loss.detach()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_plain_batch_norm(mode):
-    """Each micro-batch is normalised on its own in training; in evaluation the whole batch is, as in the model."""
-
-    def make():
-        torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-    bare, model, x = make(), make(), rows(12).requires_grad_()
-    with pipeline(model, checkpoint=mode, microbatches=3).sync() as pipe:
-        got = gradients(pipe(x).square().sum(), [x, *model.parameters()])
-        loss = torch.cat([bare(part) for part in x.split(4)]).square().sum()
-        assert_equal(got, gradients(loss, [x, *bare.parameters()]))
-        ours, theirs = model[1].state_dict(), bare[1].state_dict()
-        assert all((ours[name] - theirs[name]).abs().max() < 1e-10 for name in theirs)
-        pipe.eval()
-        got = gradients(pipe(x).square().sum(), [x, *model.parameters()])
-        assert_equal(got, gradients(bare.eval()(x).square().sum(), [x, *bare.parameters()]))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
-import signal
 import threading
 import weakref
 
 import pytest
 import torch
-from fault_helpers import Boom, fault_at, nothing
+from fault_helpers import Boom, fault_at, interrupt_at, live_tensors, nothing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thread_helpers import join_all, threads_of_asyncpipe
@@ -38,27 +36,31 @@ def pipeline(model, **options):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "task_id"),
+    ("schedule", "tasks"),
     [
-        *itertools.product(("gpipe", "1f1b", "backward-first"), TASKS),
-        *(("zb-h1", task) for task in ("I(1,0)", "I(1,1)", "W(1,0)", "W(1,2)", "C(1,1>0)")),
+        ("1f1b", TASKS),
+        ("gpipe", ("R(1,1)", "C(1,1>0)")),
+        ("backward-first", ("F(1,1)", "B(1,2)")),
+        ("zb-h1", ("I(1,0)", "I(1,1)", "W(1,0)", "W(1,2)", "C(1,1>0)")),
     ],
 )
-async def test_a_fault_in_any_task(workload, before_task, no_leaks, schedule, task_id):
+async def test_a_fault_in_any_task(workload, before_task, no_leaks, schedule, tasks):
     model = workload.model()
     async with pipeline(model, schedule=schedule) as pipe:
-        before_task(fault_at(task_id))
-        with pytest.raises(TaskError) as caught:
+        for task_id in tasks:
+            before_task(fault_at(task_id))
+            with pytest.raises(TaskError) as caught:
+                await pipe.step(workload.x, workload.target)
+            assert isinstance(caught.value.__cause__, Boom)
+            assert task_id in str(caught.value)
+            assert caught.value.kind == task_id[0]
+            assert caught.value.microbatch == 1
+            assert all(p.grad is None for p in model.parameters())
+            del caught
+            before_task(nothing)
             await pipe.step(workload.x, workload.target)
-        assert isinstance(caught.value.__cause__, Boom)
-        assert task_id in str(caught.value)
-        assert caught.value.kind == task_id[0]
-        assert caught.value.microbatch == 1
-        assert all(p.grad is None for p in model.parameters())
-        del caught
-        before_task(nothing)
-        await pipe.step(workload.x, workload.target)
-    assert workload.worst(model) < 1e-10
+            assert workload.worst(model) < 1e-10
+            model.zero_grad()
 
 
 async def test_a_failed_step_leaves_earlier_gradients_alone(workload, before_task):
@@ -104,7 +106,7 @@ async def cancelled_step(pipe, workload, before_task, nth):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_cancellation_at_any_point(workload, before_task, no_leaks, schedule):
-    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
     @given(nth=st.integers(0, 60), checkpoint=st.sampled_from(["always", "except_last", "never"]))
     def check(nth, checkpoint):
         async def main():
@@ -146,22 +148,19 @@ async def test_cancellation_waits_for_the_running_task(workload, before_task):
         assert ended.is_set()
 
 
-@pytest.mark.parametrize("task_id", ["F(0,0)", "C(1,0>1)", "R(2,1)", "B(3,2)", "B(3,0)"])
-def test_keyboard_interrupt_in_a_blocking_step(workload, before_task, no_leaks, cancelled, task_id):
-    def hook(task):
-        if task.id == task_id:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            assert cancelled.wait(30)
-
+def test_keyboard_interrupt_in_a_blocking_step(workload, before_task, no_leaks, cancelled):
     model = workload.model()
     with pipeline(model).sync() as pipe:
-        before_task(hook)
-        with pytest.raises(KeyboardInterrupt):
+        for task_id in ("F(0,0)", "C(1,0>1)", "R(2,1)", "B(3,0)"):
+            cancelled.clear()
+            before_task(interrupt_at(task_id, cancelled))
+            with pytest.raises(KeyboardInterrupt):
+                pipe.step(workload.x, workload.target)
+            assert all(p.grad is None for p in model.parameters())
+            before_task(nothing)
             pipe.step(workload.x, workload.target)
-        assert all(p.grad is None for p in model.parameters())
-        before_task(nothing)
-        pipe.step(workload.x, workload.target)
-    assert workload.worst(model) < 1e-10
+            assert workload.worst(model) < 1e-10
+            model.zero_grad()
 
 
 # A caller that drops the pipeline
@@ -203,13 +202,13 @@ def test_dropped_with_its_loop_during_a_step(workload, before_task, no_leaks):
     join_all(threads)
 
 
-def test_two_hundred_faults_leave_nothing_behind(workload, before_task, new_threads, no_leaks):
+def test_many_faults_leave_nothing_behind(workload, before_task, new_threads, no_leaks):
     async def main():
         model = workload.model()
         async with pipeline(model) as pipe:
             await pipe.step(workload.x, workload.target)
             model.zero_grad()
-            for number in range(200):
+            for number in range(80):
                 if number % 4 == 3:
                     await cancelled_step(pipe, workload, before_task, number % 50)
                 else:
@@ -227,7 +226,3 @@ def test_two_hundred_faults_leave_nothing_behind(workload, before_task, new_thre
         assert workload.worst(model) < 1e-10
 
     asyncio.run(main())
-
-
-def live_tensors():
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())

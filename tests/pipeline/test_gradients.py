@@ -18,10 +18,10 @@ MODES = ("always", "except_last", "never")
 mse = nn.functional.mse_loss
 
 
-# (schedule, stages, devices) for 1 to 4 stages.
+# (schedule, stages, devices)
 SHAPES = [
-    *((name, stages, stages) for name in ("gpipe", "1f1b") for stages in (1, 2, 3, 4)),
-    *(("interleaved", stages, devices) for stages, devices in ((1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 2), (4, 1))),
+    *(("gpipe", 1, 1), ("gpipe", 3, 3), ("1f1b", 2, 2), ("1f1b", 4, 4)),
+    *(("interleaved", 2, 1), ("interleaved", 3, 3), ("interleaved", 4, 2)),
 ]
 
 
@@ -29,11 +29,11 @@ def pipeline(model: nn.Module, stages: int, devices: int, **options: Any) -> Pip
     return Pipeline(model, [f"cpu:{k}" for k in range(devices)], stages=stages, loss_fn=mse, **options)
 
 
-@pytest.mark.parametrize("samples", [12, 13, 5] if ALL else [12, 5], ids=lambda n: f"batch{n}")
+@pytest.mark.parametrize("samples", [13, 5], ids=lambda n: f"batch{n}")
 @pytest.mark.parametrize(("schedule", "stages", "devices"), SHAPES)
 async def test_equal_to_the_unsplit_model(workloads, schedule, stages, devices, samples):
     workload = workloads(samples)
-    for mode, microbatches in itertools.product(MODES, range(1, 9) if ALL else (1, 3, 5, 8)):
+    for mode, microbatches in itertools.product(MODES, range(1, 9) if ALL else (1, 3, 8)):
         threaded, inline = workload.model(), workload.model()
         options = {"schedule": schedule, "checkpoint": mode, "microbatches": microbatches}
         async with pipeline(threaded, stages, devices, **options) as pipe:
@@ -59,17 +59,6 @@ async def test_dropout_differs_between_steps_and_microbatches():
             second = (await pipe.step(torch.ones(2, 64))).outputs
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(first, second)
-
-
-async def test_gradients_accumulate_over_steps(workload):
-    model = workload.model()
-    async with pipeline(model, 2, 2, microbatches=3) as pipe:
-        await pipe.step(workload.x, workload.target)
-        first = [p.grad for p in model.parameters()]
-        await pipe.step(workload.x, workload.target)
-    for parameter, grad, wanted in zip(model.parameters(), first, workload.gradients, strict=True):
-        assert parameter.grad is grad
-        assert (grad - 2 * wanted).abs().max() < 1e-10
 
 
 async def test_sum_reduction_is_the_sum(workload):
@@ -120,28 +109,6 @@ def pipeline_of(model: nn.Module, mode: str) -> Pipeline:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_in_place_layers_at_a_border(mode):
-    torch.manual_seed(2)
-
-    def make() -> nn.Sequential:
-        torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.ReLU(inplace=True), nn.Linear(6, 6)).double()
-
-    # A bare model refuses this: Sigmoid needs the output that ReLU overwrites. A stage owns a copy of its input.
-    bare = make()
-    bare[2] = nn.ReLU()
-    x = torch.randn(8, 6, dtype=torch.float64)
-    mse(bare(x), x).backward()
-    model = make()
-    async with Pipeline(
-        model, ["cpu:0", "cpu:1"], balance=[2, 2], microbatches=4, checkpoint=mode, loss_fn=mse
-    ) as pipe:
-        await pipe.step(x, x)
-    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
-        assert (ours.grad - theirs.grad).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("mode", MODES)
 async def test_autocast_of_the_caller_holds_in_every_task(mode):
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -164,35 +131,6 @@ async def test_autocast_of_the_caller_holds_in_every_task(mode):
         loss.backward()
     for grad, parameter in zip(grads, model.parameters(), strict=True):
         torch.testing.assert_close(grad, parameter.grad)
-
-
-class _Count(nn.Module):
-    """Counts how often its forward runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        return x
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("train", ["step", "call"])
-def test_recomputation_counts_no_statistics_twice(mode, train):
-    def make():
-        torch.manual_seed(6)
-        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), _Count(), nn.BatchNorm1d(6)).double()
-
-    model, bare, x = make(), make(), torch.randn(12, 6, dtype=torch.float64)
-    for rows in x.split(3):
-        bare(rows)
-    with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, checkpoint=mode, loss_fn=lambda y: y.sum()).sync() as pipe:
-        pipe.step(x) if train == "step" else pipe(x).sum().backward()
-    assert model[3].runs == {"always": 8, "except_last": 7, "never": 4}[mode]
-    for ours, theirs in zip(model.buffers(), bare.buffers(), strict=True):
-        assert (ours - theirs).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import itertools
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -35,6 +35,17 @@ def teacher_model(dropout=0.0):
 
 def distilled(teacher, output, target):
     return mse(output, target) + mse(teacher(output), target)
+
+
+@contextmanager
+def classroom(workload, loss_fn=distilled, model=None, teacher=None, **options):
+    """A student whose loss calls a teacher in the same pool; both are open."""
+    with (
+        DevicePool() as pool,
+        pipeline(model or teacher_model(), pool, **teacher or {}).sync() as called,
+        pipeline(workload.model(), pool, loss_fn=partial(loss_fn, called), **options).sync() as student,
+    ):
+        yield called, student
 
 
 def gradients(model):
@@ -96,11 +107,7 @@ def test_a_loss_calls_a_frozen_teacher(workload, mode, no_leaks):
 
     plain = teacher_model().requires_grad_(False)
     wanted = unsplit(workload, partial(loss_fn, plain), workload.model())[0]
-    with (
-        DevicePool() as pool,
-        pipeline(teacher_model().requires_grad_(False), pool).sync() as teacher,
-        pipeline(workload.model(), pool, loss_fn=partial(loss_fn, teacher)).sync() as student,
-    ):
+    with classroom(workload, loss_fn, teacher_model().requires_grad_(False)) as (teacher, student):
         student.step(workload.x, workload.target)
         assert_close(gradients(student.module), wanted)
         mse(student(workload.x), teacher(workload.target)).backward()
@@ -252,14 +259,10 @@ def test_checkpoint_of_torch_around_the_call(workload, no_leaks):
         return mse(torch.utils.checkpoint.checkpoint(teacher, output, use_reentrant=False), target)
 
     wanted = unsplit(workload, partial(loss_fn, plain := teacher_model()), workload.model(), plain)
-    with (
-        DevicePool() as pool,
-        pipeline(model := teacher_model(), pool).sync() as teacher,
-        pipeline(workload.model(), pool, loss_fn=partial(loss_fn, teacher)).sync() as student,
-    ):
+    with classroom(workload, loss_fn) as (teacher, student):
         student.step(workload.x, workload.target)
         assert_close(gradients(student.module), wanted[0])
-        assert_close(gradients(model), wanted[1])
+        assert_close(gradients(teacher.module), wanted[1])
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -560,11 +563,7 @@ def test_errors_inside_name_both_tasks(workload, no_leaks):
 
     model = teacher_model()
     model[3].register_forward_pre_hook(lambda _, args: fail(args))
-    with (
-        DevicePool() as pool,
-        pipeline(model, pool).sync() as teacher,
-        pipeline(workload.model(), pool, loss_fn=partial(distilled, teacher)).sync() as student,
-    ):
+    with classroom(workload, model=model) as (_, student):
         with pytest.raises(
             TaskError, match=r"F\(0,1\) failed .* TaskError: F\(0,1\) failed .* ValueError: inside"
         ) as caught:
@@ -592,11 +591,7 @@ def test_closed_pipelines_are_refused_inside_a_task(workload, no_leaks):
 
 def test_deferred_batch_norms_are_refused_inside_a_task(workload, no_leaks):
     other = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
-    with (
-        DevicePool() as pool,
-        pipeline(other, pool, deferred_batch_norm=True).sync() as teacher,
-        pipeline(workload.model(), pool, loss_fn=partial(distilled, teacher)).sync() as student,
-    ):
+    with classroom(workload, model=other, teacher={"deferred_batch_norm": True}) as (teacher, student):
         with pytest.raises(TaskError, match="deferred batch norms gather") as caught:
             student.step(workload.x, workload.target)
         assert isinstance(caught.value.__cause__, OptionError)

@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ def test_the_gradient_is_that_of_what_was_drawn(name: str, mode: str) -> None:
 def test_draws_are_equal_in_every_mode_schedule_and_placement(name: str) -> None:
     stages = [DRAWS[name]] * 2
     wanted, _ = step(stages, "never")
-    for mode, schedule in product(MODES, ["gpipe", "1f1b", "zb-h1"]):
+    for mode, schedule in (("always", "gpipe"), ("except_last", "1f1b"), ("never", "zb-h1"), ("always", "zb-h1")):
         assert torch.equal(step(stages, mode, schedule=schedule)[0], wanted), (mode, schedule)
     assert torch.equal(step(stages, "always", executors=InlineExecutor)[0], wanted)
     assert not torch.equal(step(stages, "never", seed=1)[0], wanted)
@@ -234,8 +233,7 @@ def test_a_compiled_stage_is_one_graph(dropout: float) -> None:
     assert counted(model, torch.randn(4, 8), in_pipeline) == outside == (1, 0)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize(("backend", "mode"), [("eager", "never"), ("aot_eager", "always")])
 def test_a_compiled_stage_replays_its_draws(backend: str, mode: str) -> None:
     torch._dynamo.reset()
     eager, _ = step([lambda x: F.dropout(F.dropout(x) * torch.rand(50, dtype=torch.float64), 0.2)], "never")

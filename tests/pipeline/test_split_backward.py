@@ -72,9 +72,9 @@ def pipeline(model: Any, stages: int, devices: int | None = None, **options: Any
 
 
 @both
-@pytest.mark.parametrize(("stages", "devices"), [(1, 1), (2, 2), (3, 3), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("stages", "devices"), [(1, 1), (3, 3), (4, 2)])
 async def test_equal_to_the_unsplit_model(workload, schedule, stages, devices):
-    for mode, microbatches in itertools.product(MODES, (1, 2, 5)):
+    for mode, microbatches in itertools.product(MODES, (1, 5)):
         threaded, inline = workload.model(), workload.model()
         options = {"schedule": schedule, "checkpoint": mode, "microbatches": microbatches}
         async with pipeline(threaded, stages, devices, **options) as pipe:

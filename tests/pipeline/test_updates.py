@@ -119,48 +119,22 @@ def test_what_is_no_optimizer():
         Pipeline([nn.Linear(2, 2)], ["cpu"], microbatches=1, optimizer=lambda parameters: parameters)
 
 
-# Recipes of the README: gradients are ordinary, so what works on them works here.
-
-
-def test_clipping_and_accumulation_with_an_optimizer_of_ones_own(workload):
-    model, bare = workload.model(), workload.model()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, bare)]
-    with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, loss_fn=mse).sync() as pipe:
-        for half, goal in zip(workload.x.split(6), workload.target.split(6), strict=True):
-            pipe.step(half, goal)
-            mse(bare(half), goal).backward()
-        for m, optimizer in zip((model, bare), optimizers, strict=True):
-            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
-        assert (ours - theirs).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_gradient_scaler(workload, inside):
-    """With ``scaler=`` the step scales the loss; in ``pipe(x)`` the caller does, as on any model."""
+def test_the_scaler_of_a_step_scales_its_loss(workload):
     model, bare = workload.model().float(), workload.model().float()
     x, target = workload.x.float(), workload.target.float()
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, bare))
     scaler, reference = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2))
     with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, loss_fn=mse).sync() as pipe:
         for _ in range(5):
-            if inside:
-                result = pipe.step(x, target, scaler=scaler)
-                assert result.loss < 100, "losses are not scaled, gradients are"
-            else:
-                scaler.scale(mse(pipe(x), target)).backward()
+            assert pipe.step(x, target, scaler=scaler).loss < 100, "losses are not scaled, gradients are"
             assert max(p.grad.abs().max() for p in model.parameters()) > 1
-            scaler.step(ours)
-            scaler.update()
-            ours.zero_grad()
             reference.scale(mse(bare(x), target)).backward()
-            reference.step(theirs)
-            reference.update()
-            theirs.zero_grad()
+            for optimizer, scale in ((ours, scaler), (theirs, reference)):
+                scale.step(optimizer)
+                scale.update()
+                optimizer.zero_grad()
     assert scaler.get_scale() == reference.get_scale()
-    for a, b in zip(model.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(list(model.parameters()), list(bare.parameters()))
 
 
 class _Noisy(torch.optim.SGD):

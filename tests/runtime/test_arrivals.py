@@ -7,19 +7,13 @@ import threading
 from queue import SimpleQueue
 
 import pytest
-from driver_helpers import StepStub, executor_alone
+from driver_helpers import StepStub
 
 from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.runtime.arrivals import Arrivals
 from asyncpipe.runtime.executor import Assignment
 
 pytestmark = pytest.mark.skipif(not Arrivals.AVAILABLE, reason="needs Linux")
-
-
-@pytest.fixture
-def executor():
-    with executor_alone() as (made, made.events):
-        yield made
 
 
 def run_a_task(executor):

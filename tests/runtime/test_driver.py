@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
-from driver_helpers import DEVICES, bind_nothing, open_driver
+from driver_helpers import DEVICES, Queued, bind_nothing, open_driver
 
 from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
@@ -30,22 +32,8 @@ async def driver(no_leaks):
         yield made
 
 
-class Later:
-    """A completion that the test sets."""
-
-    def __init__(self):
-        self.done = threading.Event()
-        self.error = None
-
-    def wait(self):
-        assert self.done.wait(30)
-        if self.error is not None:
-            raise self.error
-        return 0.0, 0.0
-
-
 async def test_a_step_returns_when_issued_and_completes_later(driver):
-    later = Later()
+    later = Queued()
     last = graph().tasks[-1].id
     execution = await driver.run(graph(), lambda task: lambda: later if task.id == last else None)
     assert not execution.done.done()
@@ -54,7 +42,7 @@ async def test_a_step_returns_when_issued_and_completes_later(driver):
 
 
 async def test_a_failure_after_the_issue_comes_with_completion(driver):
-    later = Later()
+    later = Queued()
     later.error = ValueError("device")
     last = graph().tasks[-1].id
     execution = await driver.run(graph(), lambda task: lambda: later if task.id == last else None)
@@ -69,7 +57,7 @@ async def test_the_in_flight_cap_holds_back_an_asynchronous_device(driver):
     issued = SimpleCounter()
 
     def bind(task):
-        later = laters[task.id] = Later()
+        later = laters[task.id] = Queued()
         if task.kind == "F" and task.stage == 0:
             return lambda: (issued.add(), later)[1]
         later.done.set()
@@ -83,6 +71,24 @@ async def test_the_in_flight_cap_holds_back_an_asynchronous_device(driver):
         if number + 4 <= 8:
             await asyncio.to_thread(issued.wait_for, number + 4)
     await (await step).completed()
+
+
+async def test_a_device_begins_the_next_step_while_another_ends_the_one_before(driver):
+    """No device waits for the others at the border of two steps that run by programs."""
+    overlapping = lower(find_schedule("zb-h2"), Shape(2, 4, 2), devices=DEVICES, wiring=Wiring(((0, 1),), (), (0, 1)))
+    begun = threading.Event()
+
+    def bind(number, task):
+        if (number, task.id) == (1, "F(0,0)"):
+            return begun.set
+        return lambda: (number, task.id) != (0, "U(1)") or begun.wait(30) or pytest.fail("it waits")
+
+    first = driver.start(overlapping, partial(bind, 0))
+    second = driver.start(overlapping, partial(bind, 1), after=first)
+    assert first.runs
+    assert second.runs
+    await first.completed()
+    await second.completed()
 
 
 class SimpleCounter:

@@ -8,7 +8,7 @@ import weakref
 from queue import SimpleQueue
 
 import pytest
-from driver_helpers import StepStub, executor_alone
+from driver_helpers import Queued, StepStub
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskFailed, TaskIssued
 from asyncpipe.runtime.device_thread import LONGEST_HOLD_UP, hold_up
@@ -19,12 +19,6 @@ from asyncpipe.runtime.thread_executor import ThreadExecutor
 @pytest.fixture
 def step():
     return StepStub()
-
-
-@pytest.fixture
-def executor():
-    with executor_alone() as (made, made.events):
-        yield made
 
 
 def next_event(executor):
@@ -100,20 +94,6 @@ def test_nothing_is_kept_while_idle(step, monkeypatch):
     assert [ref() for ref in dead] == [None, None]
     executor.close()
     executor.join()
-
-
-class Queued:
-    """Work that an asynchronous device does later."""
-
-    def __init__(self, error=None):
-        self.done = threading.Event()
-        self.error = error
-
-    def wait(self):
-        assert self.done.wait(30)
-        if self.error:
-            raise self.error
-        return 1.0, 2.0
 
 
 def test_queued_work_is_issued_at_once_and_completed_in_issue_order(executor, step):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
-from driver_helpers import StepStub
+from driver_helpers import Queued, StepStub
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -368,23 +368,11 @@ def test_what_one_process_shows_the_other_one_reads_until_it_is_gone():
     assert controller.running() == [ShownTask(1, 2, 3.0)]
 
 
-class Later:
-    """What an accelerator has queued."""
-
-    def __init__(self):
-        self.waits, self.done = threading.Event(), threading.Event()
-
-    def wait(self):
-        self.waits.set()
-        assert self.done.wait(30)
-        return 1.0, 2.0
-
-
 def test_an_executor_shows_what_it_runs_and_what_it_waits_for(no_leaks):
     worker, controller = make_boards()
     executor, events = ThreadExecutor("cpu:0", board=worker), SimpleQueue()
     executor.start(lambda event, *, wake=True, at=None: events.put(event))
-    begun, let_go, later = threading.Event(), threading.Event(), Later()
+    begun, let_go, later = threading.Event(), threading.Event(), Queued()
 
     def fails():
         begun.set()
@@ -393,7 +381,7 @@ def test_an_executor_shows_what_it_runs_and_what_it_waits_for(no_leaks):
 
     executor.submit([Assignment(StepStub(), 5, lambda: later), Assignment(StepStub(), 6, fails)])
     assert begun.wait(30)
-    assert later.waits.wait(30)
+    assert later.waited.wait(30)
     assert sorted(shown[:2] for shown in controller.running()) == [(3, 5), (3, 6)]
     let_go.set()
     assert [type(events.get(timeout=30)) for _ in range(2)] == [TaskIssued, TaskFailed]

@@ -96,20 +96,6 @@ def test_an_interrupt_before_the_coroutine_reached_the_loop(portal, monkeypatch)
         portal.call(double(1))
 
 
-def test_close_cancels_what_still_runs():
-    portal = Portal()
-    slow = Slow()
-    slow.release.set()
-    call = PortalCall(portal.loop, slow.run())
-    call.start()
-    assert slow.started.wait(30)
-    portal.close()
-    portal.join()
-    portal.close()
-    assert slow.ended.is_set()
-    assert isinstance(call.future.exception(30), asyncio.CancelledError)
-
-
 def test_a_second_close_lets_what_is_cancelled_come_to_its_end():
     portal = Portal()
     slow = Slow()

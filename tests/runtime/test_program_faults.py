@@ -8,7 +8,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
-from driver_helpers import DEVICES, StepStub, bind_nothing, executor_alone, open_driver
+from driver_helpers import DEVICES, Queued, StepStub, bind_nothing, open_driver
 from invariants import check_scheduler
 
 from asyncpipe.core.engine.events import StepCancelled, TaskCompleted
@@ -271,24 +271,9 @@ async def test_a_hung_task_is_found_and_its_device_goes_on(driver, place):
     assert not threads[0].is_alive()
 
 
-class Later:
-    """A completion that the test sets."""
-
-    def __init__(self, error=None):
-        self.waited, self.done = threading.Event(), threading.Event()
-        self.error = error
-
-    def wait(self):
-        self.waited.set()
-        assert self.done.wait(30)
-        if self.error is not None:
-            raise self.error
-        return 0.0, 0.0
-
-
 @pytest.mark.parametrize("how", ["fails", "hangs", "cancelled"])
 async def test_a_completion_fails_late_while_its_device_is_at_the_cap(driver, how):
-    laters = [Later() for _ in range(3)]
+    laters = [Queued() for _ in range(3)]
     at_cap, behind = threading.Event(), []
 
     def bind(task):
@@ -332,12 +317,6 @@ async def test_a_completion_fails_late_while_its_device_is_at_the_cap(driver, ho
 
 
 # The device's thread
-
-
-@pytest.fixture
-def executor(no_leaks):
-    with executor_alone() as (made, made.events):
-        yield made
 
 
 def program_run(executor, step, functions):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import nullcontext
-from itertools import pairwise
 
-import pytest
 from driver_helpers import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,16 +211,3 @@ def test_nothing_begins_behind_a_step_that_ends_early():
     first.cancel(lambda event, **_: None)
     assert not first.precede(second)
     assert not second.is_requested
-
-
-@pytest.mark.parametrize("how", ["request", "cancel", "confirm"])
-def test_every_way_reaches_the_steps_behind(how):
-    chain = [StepAbort(number) for number in range(3)]
-    for earlier, later in pairwise(chain):
-        assert earlier.precede(later)
-    events = []
-    arguments = {"request": [TaskFailed(1, 0, ValueError())], "cancel": [], "confirm": []}[how]
-    post = [] if how == "confirm" else [lambda event, **_: events.append(event)]
-    getattr(chain[1], how)(*post, *arguments)
-    assert [step.is_requested for step in chain] == [False, True, True]
-    assert events == (arguments or ([] if how == "confirm" else [StepCancelled(1), StepCancelled(2)]))

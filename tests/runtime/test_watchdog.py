@@ -10,7 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 
 import pytest
-from driver_helpers import DEVICES, StepStub, bind_nothing, executor_alone, open_driver
+from driver_helpers import DEVICES, Queued, StepStub, bind_nothing, open_driver
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskIssued
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -180,12 +180,6 @@ def test_mistakes_are_told():
 # The executor
 
 
-@pytest.fixture
-def executor(no_leaks):
-    with executor_alone() as (made, made.events):
-        yield made
-
-
 def test_what_waits_is_taken_over_in_its_order(executor):
     """The rest of the batch runs, then later tasks; each is reported once, the hung one never."""
     hung, step, ran = Hung(), StepStub(), []
@@ -238,18 +232,6 @@ def test_what_is_queued_of_its_step_is_dropped(executor):
     assert executor.give_up(executor.running[0], step.abort.confirm)
     assert executor.events.get(timeout=30) == TaskDropped(3, 1)
     hung.let_go.set()
-
-
-class Queued:
-    """Work that an asynchronous device does later."""
-
-    def __init__(self):
-        self.waited, self.done = threading.Event(), threading.Event()
-
-    def wait(self):
-        self.waited.set()
-        assert self.done.wait(30)
-        return 1.0, 2.0
 
 
 def test_a_completion_that_never_comes(executor):

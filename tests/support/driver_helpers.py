@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from queue import SimpleQueue
@@ -14,7 +15,7 @@ from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
-__all__ = ["DEVICES", "StepStub", "bind_nothing", "executor_alone", "open_driver"]
+__all__ = ["DEVICES", "Queued", "StepStub", "bind_nothing", "executor_alone", "open_driver"]
 
 DEVICES = ["cpu:0", "cpu:1"]
 
@@ -26,6 +27,21 @@ class StepStub:
 
     def __init__(self) -> None:
         self.abort = StepAbort(self.number)
+
+
+class Queued:
+    """What an asynchronous device has queued: it is done, or fails, when the test sets ``done``."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.waited, self.done = threading.Event(), threading.Event()
+        self.error = error
+
+    def wait(self) -> tuple[float, float]:
+        self.waited.set()
+        assert self.done.wait(30)
+        if self.error is not None:
+            raise self.error
+        return 1.0, 2.0
 
 
 @asynccontextmanager

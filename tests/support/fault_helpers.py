@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from asyncpipe.core.graph.task import Task
 
-__all__ = ["Boom", "Gradients", "OnBackward", "fault_at", "nothing", "raise_boom"]
+__all__ = ["Boom", "Gradients", "OnBackward", "fault_at", "interrupt_at", "live_tensors", "nothing", "raise_boom"]
 
 
 class Boom(Exception):
@@ -29,6 +32,22 @@ def fault_at(task_id: str, error: type[BaseException] = Boom) -> Callable[[Task]
             raise error(f"in {task_id}")
 
     return hook
+
+
+def interrupt_at(task_id: str, cancelled: threading.Event) -> Callable[[Task], None]:
+    """A hook that sends Ctrl-C to the main thread at one task, and goes on when the step is cancelled."""
+
+    def hook(task: Task) -> None:
+        if task.id == task_id:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert cancelled.wait(30)
+
+    return hook
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
 def nothing(task: Task) -> None:

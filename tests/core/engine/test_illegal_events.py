@@ -37,6 +37,10 @@ def completed(task: int, step: int = STEP) -> TaskCompleted:
 GRAPH = lower(find_schedule("gpipe"), Shape(2, 2, 2))
 LAST = len(GRAPH.tasks) - 1
 
+BY_PROGRAMS = StepSubmitted(STEP, GRAPH, programs=True)
+DEVICE_0 = tuple(task.number for task in GRAPH.tasks if task.lane.device == GRAPH.devices[0])
+DEVICE_1 = tuple(task.number for task in GRAPH.tasks if task.lane.device != GRAPH.devices[0])
+
 ILLEGAL: dict[str, tuple[list[Event], Event, str]] = {
     "completed before dispatched": ([], completed(LAST), "came while B(0,0) is waiting"),
     "issued before dispatched": ([], TaskIssued(STEP, LAST), "came while B(0,0) is waiting"),
@@ -66,62 +70,8 @@ ILLEGAL: dict[str, tuple[list[Event], Event, str]] = {
     "resubmitted step": ([], StepSubmitted(STEP, GRAPH), "step 5 was submitted before, or after a later one"),
     "older step": ([], StepSubmitted(STEP - 1, GRAPH), "step 4 was submitted before, or after a later one"),
     "unknown step cancelled": ([], StepCancelled(6), "step 6 is not under way"),
-}
-
-
-def begun(events: list[Event]) -> SchedulerState:
-    state = SchedulerState()
-    for event in [StepSubmitted(STEP, GRAPH), *events]:
-        state.handle(event, 0.0)
-    return state
-
-
-def snapshot(state: SchedulerState) -> Any:
-    """Everything the scheduler remembers, as plain values."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        name = type(value).__name__
-        if name == "Flow":
-            return (
-                value.job.name,
-                [entry[:3] for entry in value.ready.heap],
-                value.in_flight,
-                value.virtual,
-                value.expected,
-            )
-        if name == "LaneState":
-            return str(value.lane), value.in_flight, type(value.policy), plain(getattr(value.policy, "_flows", {}))
-        if name in ("StepState", "JobAccount"):
-            return {slot: plain(getattr(value, slot)) for slot in value.__slots__}
-        if name in ("Jobs", "Dispatcher"):
-            return {slot: plain(item) for slot, item in vars(value).items()}
-        return value
-
-    return {name: plain(value) for name, value in vars(state).items() if not callable(value)}
-
-
-@pytest.mark.parametrize(("before", "event", "message"), ILLEGAL.values(), ids=ILLEGAL.keys())
-def test_an_illegal_event_changes_nothing(before: list[Event], event: Event, message: str) -> None:
-    state = begun(before)
-    remembered = snapshot(state)
-    with pytest.raises(InvalidTransition) as raised:
-        state.handle(event, 9.0)
-    assert message in str(raised.value)
-    assert snapshot(state) == remembered
-    check_scheduler(state)
-
-
-BY_PROGRAMS = StepSubmitted(STEP, GRAPH, programs=True)
-DEVICE_0 = tuple(task.number for task in GRAPH.tasks if task.lane.device == GRAPH.devices[0])
-DEVICE_1 = tuple(task.number for task in GRAPH.tasks if task.lane.device != GRAPH.devices[0])
-
-ILLEGAL_ENDS: dict[str, tuple[list[Event], ProgramEnded, str]] = {
-    "of another step": ([BY_PROGRAMS], ProgramEnded(6), "came for a step of which no device runs a program"),
-    "of no program": ([StepSubmitted(STEP, GRAPH)], ProgramEnded(STEP), "of which no device runs a program"),
+    "end of another step": ([BY_PROGRAMS], ProgramEnded(6), "came for a step of which no device runs a program"),
+    "end of no program": ([], ProgramEnded(STEP), "of which no device runs a program"),
     "tasks left of a running step": ([BY_PROGRAMS], ProgramEnded(STEP, (LAST,)), "although step 5 is not aborted"),
     "nothing run": ([BY_PROGRAMS, ProgramEnded(STEP)], ProgramEnded(STEP), "although step 5 is not aborted"),
     "a task left that has run": (
@@ -159,11 +109,45 @@ ILLEGAL_ENDS: dict[str, tuple[list[Event], ProgramEnded, str]] = {
 }
 
 
-@pytest.mark.parametrize(("before", "event", "message"), ILLEGAL_ENDS.values(), ids=ILLEGAL_ENDS.keys())
-def test_an_illegal_end_of_a_program_changes_nothing(before: list[Event], event: ProgramEnded, message: str) -> None:
+def begun(*events: Event) -> SchedulerState:
+    """After these events, behind the submission of the step if they have none."""
     state = SchedulerState()
-    for earlier in before:
-        state.handle(earlier, 0.0)
+    for event in events if BY_PROGRAMS in events else [StepSubmitted(STEP, GRAPH), *events]:
+        state.handle(event, 0.0)
+    return state
+
+
+def snapshot(state: SchedulerState) -> Any:
+    """Everything the scheduler remembers, as plain values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        name = type(value).__name__
+        if name == "Flow":
+            return (
+                value.job.name,
+                [entry[:3] for entry in value.ready.heap],
+                value.in_flight,
+                value.virtual,
+                value.expected,
+            )
+        if name == "LaneState":
+            return str(value.lane), value.in_flight, type(value.policy), plain(getattr(value.policy, "_flows", {}))
+        if name in ("StepState", "JobAccount"):
+            return {slot: plain(getattr(value, slot)) for slot in value.__slots__}
+        if name in ("Jobs", "Dispatcher"):
+            return {slot: plain(item) for slot, item in vars(value).items()}
+        return value
+
+    return {name: plain(value) for name, value in vars(state).items() if not callable(value)}
+
+
+@pytest.mark.parametrize(("before", "event", "message"), ILLEGAL.values(), ids=ILLEGAL.keys())
+def test_an_illegal_event_changes_nothing(before: list[Event], event: Event, message: str) -> None:
+    state = begun(*before)
     remembered = snapshot(state)
     with pytest.raises(InvalidTransition) as raised:
         state.handle(event, 9.0)
@@ -174,14 +158,14 @@ def test_an_illegal_end_of_a_program_changes_nothing(before: list[Event], event:
 
 def test_a_snapshot_sees_every_event() -> None:
     """The test above can fail: any legal event changes the snapshot."""
-    state = begun([])
+    state = begun()
     before = snapshot(state)
     state.handle(completed(0), 1.0)
     assert snapshot(state) != before
 
 
 def test_a_step_is_gone_with_its_record() -> None:
-    state = begun([StepCancelled(STEP), TaskDropped(STEP, 0), TaskDropped(STEP, 2)])
+    state = begun(StepCancelled(STEP), TaskDropped(STEP, 0), TaskDropped(STEP, 2))
     assert Abort(STEP) in [entry for _, entry in remove_record(state, STEP).journal]
     with pytest.raises(InvalidTransition, match="step 5 is not completed"):
         remove_record(state, STEP)

@@ -8,11 +8,13 @@ import pytest
 from sharing_helpers import ByHand, always, computed, dispatched, graph_of, one_lane, shaken, spans, step_seconds
 
 from asyncpipe.core.engine.events import GateOpened, StepSubmitted, TaskCompleted
+from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.policies import fair_share
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate_jobs
-from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule
+from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 
 BACKGROUND = Share("background", background=True)
@@ -131,3 +133,23 @@ def test_background_jobs_share_by_weight_what_is_left() -> None:
     ]
     _, little, much = simulate_jobs(jobs)
     assert computed(much)["dev:0"] / computed(little)["dev:0"] == pytest.approx(3.0, rel=0.02)
+
+
+DEVICES = ["d0", "d1"]
+
+
+@pytest.mark.parametrize("order", ["strict", "hint"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_lane_does_not_wait_for_ever(monkeypatch, background, order):
+    """The lookahead says of every lane that foreground jobs are expected there, again and again."""
+    # A private name: no job can be made to be expected for ever.
+    real = fair_share._fits
+    monkeypatch.setattr(fair_share, "_fits", lambda flow, *others: flow.background and real(flow, *others))
+    shape = Shape(2, 4, 2)
+    graph = lower(find_schedule("1f1b", order=order), shape, devices=DEVICES, checkpoint=CheckpointMode.NEVER)
+    jobs = [
+        SimulatedJob(graph, Costs(), Share(f"job {weight}", weight, background and weight == 2), steps=6)
+        for weight in (1, 2, 7)
+    ]
+    runs = simulate_jobs(jobs)
+    assert [len(run.records) for run in runs] == [6, 6, 6]

@@ -1,9 +1,11 @@
-"""The CSV notation: reading returns what was written, and errors name the row and column."""
+"""The CSV notation: reading returns what was written, errors name the row and column; files as schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from itertools import product
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,7 +16,9 @@ from random_graphs import RandomOrder
 from asyncpipe.core.graph.export import write_csv
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.kinds import TaskKind
-from asyncpipe.core.schedules.csv_notation import CsvSchedule, read_csv
+from asyncpipe.core.predict.report import report
+from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.schedules.csv_notation import CsvSchedule, read_csv, read_schedule
 from asyncpipe.core.schedules.protocol import (
     Action,
     B,
@@ -48,10 +52,6 @@ def allowed(schedule: Schedule) -> Iterator[Shape]:
 
 def orders_of(schedule: OrderedSchedule, shape: Shape) -> tuple[tuple[Action | Overlap, ...], ...]:
     return tuple(tuple(schedule.order(device, shape)) for device in range(shape.devices))
-
-
-def read(text: str) -> CsvSchedule:
-    return read_csv(text, "text")
 
 
 # Round trips.
@@ -212,3 +212,52 @@ def test_a_rule_has_no_form() -> None:
     hinted = find_schedule("1f1b", order="hint")
     with pytest.raises(ScheduleError, match=r"'1f1b as hint' decides by a rule; only an ordered schedule has a CSV"):
         write_csv(hinted, Shape(2, 2, 2))
+
+
+# Files.
+
+
+def written(folder: Path, content: str | bytes = ONE_F_ONE_B) -> str:
+    path = folder / "my schedule.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def test_a_file_is_a_schedule(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    schedule = find_schedule(f"csv:{path}")
+    assert schedule == read_schedule(path)
+    assert hash(schedule) == hash(read_schedule(path))
+    assert schedule.name == f"csv:{path}"
+    times = report(simulate(lower(schedule, Shape(2, 2, 2))))
+    assert times.tasks == report(simulate(lower(find_schedule("1f1b"), Shape(2, 2, 2)))).tasks
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nowhere.csv", "the file cannot be read: No such file or directory; give csv:FILE"),
+        ("", "the file cannot be read: No such file or directory; give csv:FILE"),
+        (".", "the file cannot be read: Is a directory; give csv:FILE"),
+        ("a\0b", "the file cannot be read: embedded null byte; give csv:FILE"),
+    ],
+    ids=["missing", "no name", "folder", "no path"],
+)
+def test_a_file_that_cannot_be_read(path: str, reason: str) -> None:
+    with pytest.raises(ScheduleError) as raised:
+        read_schedule(path)
+    assert str(raised.value) == f"schedule {'csv:' + path!r}: {reason}"
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"my schedule.csv': the file is not UTF-8 text: .*; give a CSV file"):
+        read_schedule(written(tmp_path, ONE_F_ONE_B.encode("utf-16")))
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 3, 2), Shape(4, 2, 2), Shape(2, 2, 1)], ids=str)
+def test_another_shape_is_refused(shape: Shape) -> None:
+    with pytest.raises(ScheduleError) as raised:
+        lower(read_csv(ONE_F_ONE_B, "text"), shape)
+    own, got = (f"{s} stages, {m} micro-batches and {p} devices" for s, m, p in ((2, 2, 2), astuple(shape)))
+    advice = "use it for its own shape, or write a file for this one"
+    assert str(raised.value) == f"schedule 'text' is for {own}, got {got}; {advice}"
