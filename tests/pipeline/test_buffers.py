@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -124,6 +124,18 @@ def bare(whole: nn.Module, steps: int) -> nn.Module:
     return alone
 
 
+def call(
+    whole: nn.Module, balance: Sequence[int] | None = (3, 3), *, mode: str = "always", steps: int = 1
+) -> nn.Module:
+    """The model after as many losses of ``pipe(x)``."""
+    options: Any = {} if balance is None else {"balance": list(balance)}
+    with Pipeline(whole, DEVICES, checkpoint=mode, microbatches=MICROBATCHES, **options).sync() as pipe:
+        for _ in range(steps):
+            x, target = batches()
+            mse(pipe(x), target).backward()
+    return whole
+
+
 def same(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(parameter.grad, other.grad, atol=1e-10, rtol=0), name
@@ -148,16 +160,12 @@ async def test_step(make: Callable[[], nn.Module], schedule: str, mode: str) -> 
         assert all(buffer is held[name] for name, buffer in whole.named_buffers()), "buffers stay the same objects"
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_call(make: Callable[[], nn.Module], mode: str) -> None:
-    whole = model(make)
-    alone = bare(whole, steps=2)
-    with Pipeline(whole, DEVICES, balance=[3, 3], checkpoint=mode, microbatches=MICROBATCHES).sync() as pipe:
-        for _ in range(2):
-            x, target = batches()
-            mse(pipe(x), target).backward()
-    same(whole, alone)
+def test_call(make: Callable[[], nn.Module]) -> None:
+    for mode in MODES:
+        whole = model(make)
+        alone = bare(whole, steps=2)
+        same(call(whole, mode=mode, steps=2), alone)
 
 
 def test_two_backwards_through_one_forward_recompute_with_the_same_buffers() -> None:
@@ -222,21 +230,14 @@ def test_a_buffer_that_a_stage_sends(mode: str) -> None:
     torch.manual_seed(3)
     whole = nn.Sequential(nn.Linear(6, 6), Sent(), Product(), nn.Linear(6, 6)).double()
     alone = bare(whole, steps=1)
-    x, target = batches()
-    with Pipeline(whole, DEVICES, balance=[2, 2], checkpoint=mode, microbatches=MICROBATCHES).sync() as pipe:
-        mse(pipe(x), target).backward()
-    same(whole, alone)
+    same(call(whole, (2, 2), mode=mode), alone)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_traced_model(mode: str) -> None:
     whole = model(lambda: nn.Sequential(Scale(in_place), nn.BatchNorm1d(6)))
     alone = bare(whole, steps=2)
-    x, target = batches()
-    staged = asyncpipe.trace(whole, asyncpipe.Arguments.of(x), split=["3"])
-    with Pipeline(staged, DEVICES, checkpoint=mode, microbatches=MICROBATCHES).sync() as pipe:
-        for _ in range(2):
-            mse(pipe(x), target).backward()
+    call(asyncpipe.trace(whole, asyncpipe.Arguments.of(batches()[0]), split=["3"]), None, mode=mode, steps=2)
     same(whole, alone)
 
 
@@ -256,19 +257,14 @@ def test_a_replaced_buffer_beside_a_tied_weight() -> None:
     whole = nn.Sequential(Tied(weight), nn.Linear(6, 6), Tied(weight)).double()
     whole[0].weight = whole[2].weight = nn.Parameter(weight.detach().double())
     alone = bare(whole, steps=2)
-    x, target = batches()
-    with Pipeline(whole, DEVICES, balance=[2, 1], checkpoint="always", microbatches=MICROBATCHES).sync() as pipe:
-        for _ in range(2):
-            mse(pipe(x), target).backward()
-    same(whole, alone)
+    same(call(whole, (2, 1), steps=2), alone)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize("mode", MODES)
 def test_lazy_modules_make_their_buffers_in_the_first_forward(mode: str) -> None:
     whole = nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d(), nn.Linear(6, 6)).double()
-    with Pipeline(whole, DEVICES, balance=[2, 1], checkpoint=mode, microbatches=MICROBATCHES).sync() as pipe:
-        pipe(batches()[0]).sum().backward()
+    call(whole, (2, 1), mode=mode)
     assert whole[1].num_batches_tracked == MICROBATCHES
     assert all(parameter.grad is not None for parameter in whole.parameters())
 
@@ -278,12 +274,8 @@ def test_lazy_modules_make_their_buffers_in_the_first_forward(mode: str) -> None
 
 def refused(whole: nn.Sequential, kind: type[Exception], mode: str = "always") -> str:
     """The message with which training ``whole`` fails, in its first step."""
-    x, target = batches()
-    with (
-        Pipeline(whole.double(), DEVICES, balance=[2, 1], checkpoint=mode, microbatches=MICROBATCHES).sync() as pipe,
-        pytest.raises(TaskError) as raised,
-    ):
-        mse(pipe(x), target).backward()
+    with pytest.raises(TaskError) as raised:
+        call(whole.double(), (2, 1), mode=mode)
     assert isinstance(raised.value.__cause__, kind)
     return str(raised.value.__cause__)
 
@@ -309,10 +301,7 @@ def test_a_shared_buffer_that_nobody_changes_is_allowed() -> None:
         part.scale = scale
     whole = nn.Sequential(parts[0], nn.Linear(6, 6), parts[1]).double()
     alone = bare(whole, steps=1)
-    x, target = batches()
-    with Pipeline(whole, DEVICES, balance=[2, 1], checkpoint="always", microbatches=MICROBATCHES).sync() as pipe:
-        mse(pipe(x), target).backward()
-    same(whole, alone)
+    same(call(whole, (2, 1)), alone)
 
 
 def test_a_first_change_that_comes_late() -> None:

@@ -9,7 +9,7 @@ import torch
 from dropin_helpers import assert_equal, gradients, pipeline, rows
 from torch import nn
 
-from asyncpipe import Arguments, Microbatches, NoChunk, pop, skippable, stash
+from asyncpipe import Arguments, Microbatches, NoChunk
 
 MODES = ("always", "except_last", "never")
 
@@ -159,33 +159,6 @@ def test_arguments_of_all_kinds(mode):
         got = gradients(sum(out.sin().sum() for out in pipe(ready_made)), leaves)
         loss = more(several(x, y, shared=shared)).sin().sum() + more(several(y, y, shared=shared * 3)).sin().sum()
         assert_equal(got, gradients(loss, leaves))
-
-
-@skippable(stash=["a"])
-class Down(nn.Module):
-    def forward(self, x):
-        yield stash("a", x.sin())
-        return x
-
-
-@skippable(pop=["a"])
-class Up(nn.Module):
-    def forward(self, x):
-        a = yield pop("a")
-        return x * a
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_skips_that_jump_a_stage(mode):
-    def make():
-        torch.manual_seed(1)
-        linears = [nn.Linear(6, 6) for _ in range(4)]
-        return nn.Sequential(linears[0], Down(), linears[1], linears[2], Up(), linears[3]).double()
-
-    bare, model, x = make(), make(), rows(7).requires_grad_()
-    with pipeline(model, 3, checkpoint=mode).sync() as pipe:
-        got = gradients(pipe(x).square().sum(), [x, *model.parameters()])
-        assert_equal(got, gradients(bare(x).square().sum(), [x, *bare.parameters()]))
 
 
 # Modes of the caller and of the model

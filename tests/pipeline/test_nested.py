@@ -306,6 +306,11 @@ class Meeting:
             self._barrier.wait(30)
 
 
+def step_together(workload, *pipes):
+    run = [lambda pipe=pipe: pipe.step(workload.x, workload.target).loss and None for pipe in pipes]
+    assert run_all(*run) == [None] * len(pipes)
+
+
 def test_while_the_teacher_steps_on_the_same_devices(workload, before_task, no_leaks):
     """The teacher's own step waits for the lane of the student's task, which calls the teacher."""
     queued, submitted = threading.Event(), threading.Event()
@@ -351,8 +356,7 @@ def test_two_students_with_one_teacher(workload, frozen, no_leaks):
             Pipeline(workload.model(), devices[0], **options).sync() as one,
             Pipeline(workload.model(), devices[1], **options).sync() as other,
         ):
-            run = [lambda pipe=pipe: pipe.step(workload.x, workload.target).loss and None for pipe in (one, other)]
-            assert run_all(*run) == [None, None]
+            step_together(workload, one, other)
             for pipe in (one, other):
                 assert_close(gradients(pipe.module), wanted[0])
             if not frozen:
@@ -379,8 +383,7 @@ def test_two_pipelines_whose_losses_call_each_other(workload, no_leaks):
         pipeline(workload.model(), loss_fn=partial(loss_fn, lambda: two), **options).sync() as one,
         pipeline(workload.model(), loss_fn=partial(loss_fn, lambda: one), **options).sync() as two,
     ):
-        run = [lambda pipe=pipe: pipe.step(workload.x, workload.target).loss and None for pipe in (one, two)]
-        assert run_all(*run) == [None, None]
+        step_together(workload, one, two)
 
 
 class Counts(nn.Module):
@@ -414,8 +417,7 @@ def test_two_students_change_buffers_of_one_teacher(workload, no_leaks):
             Pipeline(workload.model(), ["cpu:2", "cpu:3"], **options).sync() as two,
         ):
             buffer = other[1].count
-            run = [lambda pipe=pipe: pipe.step(workload.x, workload.target).loss and None for pipe in (one, two)]
-            assert run_all(*run) == [None, None]
+            step_together(workload, one, two)
     assert other[1].count is buffer
     # Each student has 4 micro-batches, of 3 samples, of which the teacher makes 3.
     assert int(buffer) == len(most) == 24

@@ -48,7 +48,6 @@ BROKEN = {
     "nothing": ([LEFT, []], DEVICE_1 + "F(0,1) is missing"),
     "duplicate": ([[*LEFT, F(0, 0)], RIGHT], DEVICE_0 + "F(0,0) is there twice; each action must be there once"),
     "foreign micro-batch": ([[*LEFT, F(2, 0)], RIGHT], DEVICE_0 + "F(2,0) " + ALLOWED),
-    "negative micro-batch": ([[F(-1, 0), *LEFT], RIGHT], DEVICE_0 + "F(-1,0) " + ALLOWED),
     "foreign stage": ([[*LEFT, B(0, 2)], RIGHT], DEVICE_0 + "B(0,2) " + ALLOWED),
     "negative stage": ([[*LEFT, B(0, -1)], RIGHT], DEVICE_0 + "B(0,-1) " + ALLOWED),
     "foreign kind": ([[*LEFT, RECOMPUTE], RIGHT], DEVICE_0 + "R(0,0) " + ALLOWED),
