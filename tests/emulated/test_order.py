@@ -1,11 +1,13 @@
 """Nothing reads what is not there yet: between streams, and on the host. The device raises ``Hazard``, or gives NaN."""
 
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from asyncpipe.errors import AsyncpipeError
 from tests.emulated import device as emu
 from tests.emulated.helpers import TARGET, X, bare, layers, piped, squares, take_gradients, worst
 
@@ -40,6 +42,21 @@ def test_gradients(devices, schedule, checkpoint):
             assert worst(take_gradients(model)) < 1e-10
         assert worst(gradients) < 1e-10
         assert abs(result.loss.cpu() - bare()[0]) < 1e-10
+        assert len(result.wait().report.tasks) == len(result.record.graph.tasks)
+
+
+def test_a_step_returns_before_its_tasks_are_complete():
+    held = ExitStack()
+
+    def hang(x):
+        held.enter_context(emu.hold(emu.current_stream()))
+        return x * 1
+
+    with piped(layers(hang), ONE, microbatches=1) as pipe:
+        result = pipe.step(X, TARGET)
+        with pytest.raises(AsyncpipeError, match=r"await result\.completed\(\)"):
+            _ = result.report
+        held.close()
         assert len(result.wait().report.tasks) == len(result.record.graph.tasks)
 
 
