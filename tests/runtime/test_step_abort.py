@@ -161,7 +161,7 @@ turns = st.lists(st.integers(0, 11), max_size=150)
 tasks = st.integers(0, len(GRAPH.tasks) - 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(turns, st.integers(0, 1), tasks)
 def test_a_fault(draw, number, task):
     system = System((number, task))
@@ -173,7 +173,7 @@ def test_a_fault(draw, number, task):
     assert (first, second)[number].failed_task == task
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(turns, st.integers(0, 1), st.booleans())
 def test_a_cancellation(draw, number, at_once):
     system = System()

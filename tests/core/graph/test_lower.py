@@ -59,7 +59,7 @@ def test_checkpoint_modes_are_parsed_or_listed() -> None:
         CheckpointMode.parse("sometimes")
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(any_graph)
 def test_each_task_is_there_once_and_copies_only_where_the_device_changes(graph: TaskGraph) -> None:
     counts = Counter((task.kind, task.microbatch, task.stage, task.source) for task in graph.tasks)
@@ -93,7 +93,7 @@ def test_a_recomputation_follows_the_action_before_its_backward() -> None:
     assert waits(graph, graph.find(TaskKind.BACKWARD, 2, 0)) == last
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.randoms(use_true_random=False), st.sampled_from(CheckpointMode))
 def test_devices_keep_their_order(draw: random.Random, mode: CheckpointMode) -> None:
     """Each action waits for the one before it on its device, and each R too, for the same one as its B."""
@@ -111,7 +111,7 @@ def test_devices_keep_their_order(draw: random.Random, mode: CheckpointMode) -> 
                 assert (recompute.id, Reason.RECOMPUTE) in waits(graph, task)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(any_graph)
 def test_dependents_invert_dependencies_and_are_split_by_device(graph: TaskGraph) -> None:
     local, remote = set(), set()
@@ -128,7 +128,7 @@ def test_dependents_invert_dependencies_and_are_split_by_device(graph: TaskGraph
 # Numbers, cycles and lanes
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(any_graph)
 def test_numbers_are_topological_and_sorted_by_cycle_with_copies_first(graph: TaskGraph) -> None:
     assert [task.number for task in graph.tasks] == list(range(len(graph.tasks)))

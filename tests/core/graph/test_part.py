@@ -23,7 +23,7 @@ def cut(graph: TaskGraph, draw: random.Random) -> list[Part]:
     return [part(graph, devices) for devices in random_partition(graph.devices, draw)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.randoms(use_true_random=False))
 def test_parts_together_are_the_whole_graph(draw: random.Random) -> None:
     graph = random_graph(draw, most_devices=5, ruled=0.4)
@@ -53,7 +53,7 @@ def test_parts_together_are_the_whole_graph(draw: random.Random) -> None:
             assert [whole[task] for task in own.rule.by_rank] == by_rank
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.randoms(use_true_random=False))
 def test_what_one_part_sends_another_waits_for(draw: random.Random) -> None:
     graph = random_graph(draw, most_devices=5, ruled=0.4)
@@ -80,7 +80,7 @@ def test_what_one_part_sends_another_waits_for(draw: random.Random) -> None:
     assert graph.rule is not None or all(departure.tensors and departure.among == 1 for departure in sent)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_devices_run_the_programs_of_the_whole_graph(draw: random.Random) -> None:
     graph = random_graph(draw, most_devices=5, ruled=0.0)

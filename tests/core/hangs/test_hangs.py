@@ -245,7 +245,7 @@ def worlds(draw: random.Random, plant: HangState, **options: bool) -> World:
     return world
 
 
-@settings(max_examples=140)
+@settings(max_examples=90)
 @given(st.integers(0, MANY), st.sampled_from(PLANTS))
 def test_the_root_that_is_found_is_the_planted_one(seed: int, plant: HangState) -> None:
     world = worlds(random.Random(seed), plant)

@@ -260,19 +260,19 @@ class World:
 worlds = st.randoms(use_true_random=False)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(worlds)
 def test_ordered_jobs_in_any_order_of_events(draw: random.Random) -> None:
     World(draw, ruled=False, trouble=False).run()
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(worlds)
 def test_any_jobs_that_fail_or_are_cancelled_at_any_point(draw: random.Random) -> None:
     World(draw, ruled=True, trouble=True).run()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(worlds)
 def test_a_replay_gives_the_same_answers_whatever_is_asked_in_between(draw: random.Random) -> None:
     """Answers follow from the events and their times alone, and queries change nothing."""
@@ -305,7 +305,7 @@ def random_job(name: str, draw: random.Random) -> SimulatedJob:
     return SimulatedJob(random_graph(draw), cost, share, draw.randint(1, 4), draw.choice([0.0, 1.0]), draw.random())
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(worlds, st.integers(1, 4))
 def test_jobs_get_through_in_virtual_time(draw: random.Random, count: int) -> None:
     """Also where every lane may wait for another one; each job in the order that it has when it is alone."""

@@ -411,7 +411,7 @@ worlds = st.randoms(use_true_random=True)
 """Seeds: to draw each choice from Hypothesis would take most of the time."""
 
 
-@settings(max_examples=120)
+@settings(max_examples=70)
 @given(worlds)
 def test_parts_run_together_as_the_whole_graph_does(draw: random.Random) -> None:
     world = World(draw, 0.0)
@@ -422,7 +422,7 @@ def test_parts_run_together_as_the_whole_graph_does(draw: random.Random) -> None
         assert all(worker.steps[number].ended.outcome is Outcome.OK for worker in world.workers)  # type: ignore[union-attr]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(worlds, st.sampled_from([0.01, 0.05]))
 def test_a_step_that_one_part_gives_up_ends_in_all_of_them(draw: random.Random, trouble: float) -> None:
     world = World(draw, trouble)

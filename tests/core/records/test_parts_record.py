@@ -41,7 +41,7 @@ def parts_of(graph: TaskGraph, events: Told, draw: random.Random) -> list[Worker
     return parts
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.randoms(use_true_random=False))
 def test_the_record_has_all_that_happened(draw: random.Random) -> None:
     graph, events = told(draw)
@@ -56,7 +56,7 @@ def test_the_record_has_all_that_happened(draw: random.Random) -> None:
     assert times == sorted(times)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.randoms(use_true_random=False))
 def test_a_failure_ends_the_record_after_what_others_have_done_meanwhile(draw: random.Random) -> None:
     graph, events = told(draw)
@@ -73,7 +73,7 @@ def test_a_failure_ends_the_record_after_what_others_have_done_meanwhile(draw: r
     assert {event.task for _, event in record.journal if isinstance(event, ends)} >= {event.task for _, event in kept}
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.randoms(use_true_random=False))
 def test_what_a_lost_worker_did_not_tell_leaves_a_cancelled_step(draw: random.Random) -> None:
     graph, events = told(draw)
