@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import pytest
 from sharing_helpers import ByHand, dispatched
 
 from asyncpipe.core.engine.events import (
-    Command,
     ProgramEnded,
     StepCancelled,
     StepSubmitted,
@@ -27,15 +24,22 @@ from asyncpipe.errors import InvalidTransition
 UPDATED = lower(find_schedule("1f1b"), Shape(2, 4, 2), wiring=Wiring(((0, 1),), (), (0, 1)))
 
 
-def run_all(
-    scheduler: ByHand, commands: list[Command], held: Collection[tuple[int, int]] = ()
-) -> list[tuple[int, int]]:
-    """Complete every task that is handed over, but for ``held``; returns (step, task) in the order of dispatch."""
-    queue = dispatched(commands)
-    for step, task in queue:
-        if (step, task) not in held:
+Tasks = list[tuple[int, int]]
+"""(step, task)"""
+
+
+def run(scheduler: ByHand, queue: Tasks, held: tuple[int, int] | None = None) -> tuple[Tasks, Tasks]:
+    """Complete what is handed over, each device in that order. Returns what ran, and what is behind ``held``."""
+    ran: Tasks = []
+    left: Tasks = []
+    for step, task in queue:  # It grows meanwhile.
+        stuck = {UPDATED.tasks[other].lane.device for _, other in left}
+        if (step, task) == held or UPDATED.tasks[task].lane.device in stuck:
+            left.append((step, task))
+        else:
+            ran.append((step, task))
             queue += dispatched(scheduler.send(TaskCompleted(step, task, 0.0, 0.0), 0.0))
-    return queue
+    return ran, left
 
 
 @pytest.mark.parametrize("job", ["", "a"])
@@ -45,12 +49,12 @@ def test_a_device_at_its_end_does_not_wait_for_the_others(job: str) -> None:
     update = 0, UPDATED.find(TaskKind.UPDATE, WHOLE_STEP, 1).number
     commands = scheduler.send(StepSubmitted(0, UPDATED, Share(job)), 0.0)
     commands += scheduler.send(StepSubmitted(1, UPDATED, Share(job), after=0), 0.0)
-    begun = run_all(scheduler, commands, {update})
+    begun, left = run(scheduler, dispatched(commands), update)
     ran = {UPDATED.tasks[task].id for step, task in begun if step == 1}
     # Nothing ran yet that needs the stage whose update is late.
     assert {"F(0,0)", "F(1,0)"} <= ran
     assert not any(",1)" in task for task in ran if not task.startswith("C"))
-    begun += run_all(scheduler, scheduler.send(TaskCompleted(*update, 0.0, 0.0), 0.0))
+    begun += run(scheduler, left)[0]
     assert len(begun) == 2 * len(UPDATED.tasks)
     for device in UPDATED.devices:
         lanes = [(step, UPDATED.tasks[task].lane) for step, task in begun]
@@ -68,7 +72,7 @@ def test_single_tasks_wait_for_the_end_of_programs() -> None:
     commands += scheduler.send(ProgramEnded(0), 0.0)
     assert {command.step for command in commands} <= {0}
     commands = scheduler.send(ProgramEnded(0), 0.0)
-    assert len(run_all(scheduler, commands)) == len(UPDATED.tasks)
+    assert len(run(scheduler, dispatched(commands))[0]) == len(UPDATED.tasks)
 
 
 def test_what_cannot_be_followed_is_refused() -> None:
