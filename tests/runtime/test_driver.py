@@ -72,9 +72,12 @@ async def test_a_device_begins_the_next_step_while_another_ends_the_one_before(d
     begun = threading.Event()
 
     def bind(number, task):
-        if (number, task.id) == (1, "F(0,0)"):
-            return begun.set
-        return lambda: (number, task.id) != (0, "U(1)") or begun.wait(30) or pytest.fail("it waits")
+        def work():
+            if (number, task.id) == (1, "F(0,0)"):
+                begun.set()
+            assert (number, task.id) != (0, "U(1)") or begun.wait(30), "it waits"
+
+        return work
 
     first = driver.start(overlapping, partial(bind, 0))
     second = driver.start(overlapping, partial(bind, 1), after=first)
