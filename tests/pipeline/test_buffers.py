@@ -269,6 +269,20 @@ def test_lazy_modules_make_their_buffers_in_the_first_forward(mode: str) -> None
     assert all(parameter.grad is not None for parameter in whole.parameters())
 
 
+def test_attributes_that_are_no_buffers_are_changed_again() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    whole = nn.Sequential(Counting(6, 6)).double()
+    with Pipeline(whole, DEVICES[:1], checkpoint="always", microbatches=MICROBATCHES).sync() as pipe:
+        pipe(batches()[0]).sum().backward()
+    assert whole[0].calls == 2 * MICROBATCHES
+
+
 # Refusals
 
 
