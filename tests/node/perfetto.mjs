@@ -10,7 +10,7 @@
 //   node tests/node/perfetto.mjs trace.json http://127.0.0.1:9100/ trace.png
 //
 // On the standard output comes one JSON object: the tracks from top to bottom, how many slices, slices inside others
-// (none: tasks of a lane do not overlap), flows and counter values were read, what Perfetto's importer complains about,
+// (none: tasks of a lane do not overlap) and counter values were read, what Perfetto's importer complains about,
 // exceptions of the page and what it wrote to the console. The status is 1 where slices are nested or anything
 // complained or was raised; the console always has something, such as hosts that are not asked here. Look at the
 // picture, too: whether a trace reads well is not in the JSON. Versions before 53 leave out the order of processes that
@@ -63,10 +63,10 @@ async function unfold(page) {
   await page.waitForNetworkIdle({ idleTime: 1000 });
 }
 
-/** A task with arrows selected, since the UI draws only those of what is selected; below are its details. */
+/** A task selected, so that its arguments are shown below. */
 async function select(page) {
   await page.evaluate(async () => {
-    const found = await window.app.trace.engine.query("select slice_out as id from flow");
+    const found = await window.app.trace.engine.query("select id from slice");
     const ids = [];
     for (const row = found.iter({ id: 0 }); row.valid(); row.next()) ids.push(row.id);
     if (ids.length) window.app.trace.selection.selectSqlEvent("slice", ids[Math.floor(ids.length / 2)]);
@@ -92,7 +92,6 @@ function inside(page) {
       tracks: workspace.children.flatMap((track) => listed(track, 0)),
       slices: await count("slice"),
       nested: await count("slice where depth > 0"),
-      flows: await count("flow"),
       counters: await count("counter"),
       complaints,
     };

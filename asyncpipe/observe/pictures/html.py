@@ -12,22 +12,20 @@ The page is a single file; style and pictures are in it::
     └──────────────────────────────────────────────┘
 
 Hovering over a task shows when it ran and what it waited for. The page is the jinja2 template ``comparison.html``.
-jinja2 escapes all texts except the pictures, whose texts ``svg_timeline`` escapes.
+jinja2 escapes all texts except the pictures, which are markup already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
-
-from jinja2 import Environment, StrictUndefined
 
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.report import Report, peak_per_device, report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
+from asyncpipe.observe.pictures.templates import rendered
 from asyncpipe.observe.pictures.timeline import format_time, kinds_of
 
 __all__ = ["ComparedStep", "html_comparison"]
@@ -72,9 +70,8 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
     cells = [list(_cells(*each, shortest))[: len(headings) - 1] for each in zip(steps, results, strict=True)]
     scale = common_scale([step.record for step in steps])
     placements = [step.record.graph.placement for step in steps]
-    page = resources.files(__package__).joinpath("comparison.html").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    return template.from_string(page).render(
+    return rendered(
+        "comparison.html",
         title=title,
         headings=headings,
         rows=list(zip(steps, cells, strict=True)),

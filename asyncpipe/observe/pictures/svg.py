@@ -9,13 +9,14 @@ device::
 
 Pictures that are to be compared share a scale: a second has the same width in each of them. Several steps in one
 picture share its axis; a line stands on each device where it begins the next step.
+
+This file computes what stands where; the markup is the template ``timeline.svg``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import chain
 
 from asyncpipe.core.graph.task import Lane, Queue
@@ -24,6 +25,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.idle_reasons import Wait, waits
 from asyncpipe.core.predict.report import Report, TaskTime, reports
 from asyncpipe.core.records.step_record import StepRecord
+from asyncpipe.observe.pictures.templates import rendered
 from asyncpipe.observe.pictures.timeline import (
     borders,
     common_devices,
@@ -39,16 +41,11 @@ from asyncpipe.observe.pictures.timeline import (
 
 __all__ = ["PictureScale", "common_scale", "svg_timeline"]
 
-TEXT = "#6e7781"
-"""A grey with enough contrast on white and on GitHub's dark background: a picture does not know which one it is on."""
-INK = "#16212c"
-"""The colour of text on a task."""
 CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0
 """Pixels: the widths of a character of a label and of a title, the heights of a compute row and of a copy bar, the
 space below a row and above the first."""
 _BARS: dict[Queue, int] = {queue: k for k, queue in enumerate(queue for queue in Queue if queue is not Queue.COMPUTE)}
 """The bar below the compute row that each queue has; the second pair is there only if something is offloaded."""
-BORDER = "#cf222e"
 NARROWEST, WIDEST = 640.0, 1600.0
 
 
@@ -77,22 +74,40 @@ class _ShownStep:
     """Nothing, where the picture has one step."""
 
 
-class _Layout:
-    """The scale and the vertical positions, in pixels."""
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A drawn task, or a time in which another job had the device; in pixels."""
 
-    def __init__(self, devices: Sequence[str], rows: Iterable[Lane], scale: PictureScale, top: float) -> None:
-        self.scale = scale
+    x: float
+    y: float
+    width: float
+    height: float
+    story: str
+    """What hovering over it shows."""
+    colour: str = ""
+    label: str = ""
+
+
+class _Layout:
+    """The scale and the vertical positions, in pixels, and how times are printed."""
+
+    def __init__(self, steps: Sequence[_ShownStep], scale: PictureScale, top: float, *, virtual: bool) -> None:
+        self.scale, self.virtual, self.longest = scale, virtual, _longest(steps)
         self.per_second = scale.width / scale.seconds if scale.seconds else 0.0
         self.right = scale.left + scale.width
-        below = max([_BARS.get(lane.queue, -1) for lane in rows], default=-1) // 2 * 2 + 2
+        below = max([_BARS.get(lane.queue, -1) for step in steps for lane in step.rows], default=-1) // 2 * 2 + 2
         height = ROW + (below * (BAR + 1) + 1 if below else 0) + GAP
+        devices = steps[0].graph.devices
         self.top = {device: top + number * height for number, device in enumerate(devices)}
         """The top of each device's compute row."""
-        self.bottom = top + len(self.top) * height - GAP
+        self.bottom = top + len(devices) * height - GAP
         """The bottom of the lowest row."""
 
     def x(self, seconds: float) -> float:
         return self.scale.left + seconds * self.per_second
+
+    def shown(self, seconds: float) -> str:
+        return format_time(seconds, self.longest, virtual=self.virtual)
 
 
 def common_scale(records: Sequence[StepRecord]) -> PictureScale:
@@ -121,42 +136,32 @@ def svg_timeline(
     same ``scale``. ``inline`` makes the picture a part of a page: title, legend and key figures are left out.
     """
     records = [record] if isinstance(record, StepRecord) else record
-    devices, steps = common_devices(records), _shown_steps(records)
-    graph, longest = steps[0].graph, _longest(steps)
-    top = 4.0 if inline else TOP
-    layout = _Layout(devices, chain.from_iterable(step.rows for step in steps), scale or _scale(steps), top)
-    name = escape(title or graph.schedule)
-    drawing = [
-        *_lanes(longest, layout),
-        *(line for step in steps for line in _taken(step, layout, longest, virtual=virtual)),
-        *(line for step in steps for line in _tasks(step, layout, longest, virtual=virtual)),
-        *_borders(steps, layout),
-        *_axis(layout, virtual=virtual),
-        "</svg>",
-    ]
-    if inline:
-        return "\n".join([_opening(layout, 28, f'aria-label="{name}"'), *drawing]) + "\n"
+    common_devices(records)
+    steps = _shown_steps(records)
+    graph = steps[0].graph
+    layout = _Layout(steps, scale or _scale(steps), 4.0 if inline else TOP, virtual=virtual)
     kinds = kinds_of(time for step in steps for time in chain.from_iterable(step.rows.values()))
-    figures = summary([step.result for step in steps], training=graph.training, virtual=virtual)
-    below = f'<text x="{_n(layout.scale.left)}" y="{_n(layout.bottom + 42)}">{figures}</text>'
-    head = [_opening(layout, 52, title=title), f"<title>{name}</title>", *_heading(name, kinds, layout.right), below]
-    return "\n".join([*head, *drawing]) + "\n"
-
-
-def _opening(layout: _Layout, below: float, attributes: str = "", *, title: str = "") -> str:
-    """The opening tag of a picture with ``below`` pixels below its lanes and room for ``title``."""
-    right, bottom = _n(max(layout.right, 8 + TITLE_CHARACTER * len(title)) + 24), _n(layout.bottom + below)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {bottom}" width="{right}" height="{bottom}" '
-        'font-family="ui-monospace, SFMono-Regular, Menlo, DejaVu Sans Mono, monospace" '
-        f'font-size="11" fill="{TEXT}" role="img" {attributes}'.rstrip()
-        + ">"
+    return rendered(
+        "timeline.svg",
+        layout=layout,
+        title=title or graph.schedule,
+        inline=inline,
+        row=ROW,
+        right=max(layout.right, 8 + TITLE_CHARACTER * len(title)) + 24,
+        bottom=layout.bottom + (28 if inline else 52),
+        legend=[] if inline else list(_legend(kinds, layout.right)),
+        figures=summary([step.result for step in steps], training=graph.training, virtual=virtual),
+        lane_width=layout.x(layout.longest) - layout.scale.left if layout.longest else layout.scale.width,
+        taken=[box for step in steps for box in _taken(step, layout)],
+        tasks=[box for step in steps for box in _tasks(step, layout)],
+        borders=[
+            (layout.x(start), layout.top[lane.device])
+            for lane, starts in borders([step.rows for step in steps]).items()
+            for start in starts
+            if lane.queue is Queue.COMPUTE
+        ],
+        ticks=[(layout.x(at), text) for at, text in _ticks(layout)],
     )
-
-
-def _n(pixels: float) -> str:
-    """``pixels`` to a hundredth, which halves the size of the file."""
-    return f"{pixels:.2f}".rstrip("0").rstrip(".")
 
 
 def _shown_steps(records: Sequence[StepRecord]) -> list[_ShownStep]:
@@ -187,108 +192,50 @@ def _scale(steps: Sequence[_ShownStep]) -> PictureScale:
     return PictureScale(longest, left, width)
 
 
-def _heading(title: str, kinds: Sequence[TaskKind], right: float) -> Iterator[str]:
-    """The title on the left and the legend of the kinds on the right."""
-    yield f'<text x="8" y="16" font-size="12" font-weight="bold">{title}</text>'
-    x = right
+def _legend(kinds: Sequence[TaskKind], right: float) -> Iterator[tuple[float, TaskKind]]:
+    """Where each kind stands in the legend, which ends at ``right``."""
     for kind in reversed(kinds):
-        x -= len(kind.word) * CHARACTER + 26
-        yield f'<rect x="{_n(x)}" y="20" width="12" height="12" rx="2" fill="{kind.colour}"/>'
-        yield f'<text x="{_n(x + 6)}" y="29.2" font-size="9" text-anchor="middle" fill="{INK}">{kind.value}</text>'
-        yield f'<text x="{_n(x + 16)}" y="29.5">{kind.word}</text>'
+        right -= len(kind.word) * CHARACTER + 26
+        yield right, kind
 
 
-def _lanes(longest: float, layout: _Layout) -> Iterator[str]:
-    """A band for each device, as wide as the picture's steps are long."""
-    width = layout.x(longest) - layout.scale.left if longest else layout.scale.width
-    for device, top in layout.top.items():
-        yield f'<text x="8" y="{_n(top + ROW / 2 + 4)}">{escape(device)}</text>'
-        yield (
-            f'<rect class="lane" x="{_n(layout.scale.left)}" y="{_n(top)}" width="{_n(width)}" height="{_n(ROW)}" '
-            f'fill="{TEXT}" fill-opacity="0.12"/>'
-        )
-
-
-def _taken(step: _ShownStep, layout: _Layout, longest: float, *, virtual: bool) -> Iterator[str]:
-    """A darker band where another job had the device and the step computed nothing there."""
+def _taken(step: _ShownStep, layout: _Layout) -> Iterator[_Box]:
+    """Where another job had the device and the step computed nothing there."""
     for device, spans in step.result.taken.items():
         for start, end in spans:
-            x, width = layout.x(start), (end - start) * layout.per_second
-            times = [format_time(at, longest, virtual=virtual) for at in (start, end)]
-            yield (
-                f"<g><title>{step.name}another job had {escape(device)}: {times[0]} to {times[1]}</title>"
-                f'<rect class="taken" x="{_n(x)}" y="{_n(layout.top[device])}" width="{_n(width)}" height="{_n(ROW)}" '
-                f'fill="{TEXT}" fill-opacity="0.45"/></g>'
-            )
+            story = f"{step.name}another job had {device}: {layout.shown(start)} to {layout.shown(end)}"
+            yield _Box(layout.x(start), layout.top[device], (end - start) * layout.per_second, ROW, story)
 
 
-def _tasks(step: _ShownStep, layout: _Layout, longest: float, *, virtual: bool) -> Iterator[str]:
+def _tasks(step: _ShownStep, layout: _Layout) -> Iterator[_Box]:
     graph = step.graph
     label = labels(graph)
     mates = {device: [stage for stage, at in enumerate(graph.placement) if at == device] for device in graph.placement}
     for lane, times in step.rows.items():
-        if not times:
-            continue
-        top, height = _band(lane, layout)
-        yield f'<g text-anchor="middle" fill="{INK}">'
+        top, height = layout.top[lane.device], ROW
+        if lane.queue is not Queue.COMPUTE:
+            top, height = top + ROW + 2 + (BAR + 1) * _BARS[lane.queue], BAR
         for time in times:
-            x, width = layout.x(time.start), time.seconds * layout.per_second
-            story = step.name + _story(time, step.waited[time.task.number], longest, virtual=virtual)
+            width = time.seconds * layout.per_second
             stages = mates[graph.placement[time.task.stage]]
             colour = shade(time.task.kind, stages.index(time.task.stage), len(stages))
-            corners = ' rx="1.5"' if width > 6 else ""
-            yield (
-                f'<g class="task"><title>{escape(story)}</title>'
-                f'<rect x="{_n(x)}" y="{_n(top)}" width="{_n(max(width - 0.8, 0.3))}" height="{_n(height)}"{corners} '
-                f'fill="{colour}"/>' + _label(label(time.task), x, top, width, height) + "</g>"
-            )
-        yield "</g>"
+            text = label(time.task)
+            fits = height == ROW and len(text) * CHARACTER <= width
+            story = step.name + _story(time, step.waited[time.task.number], layout)
+            yield _Box(layout.x(time.start), top, width, height, story, colour, text if fits else "")
 
 
-def _story(time: TaskTime, waited: Wait, longest: float, *, virtual: bool) -> str:
+def _story(time: TaskTime, waited: Wait, layout: _Layout) -> str:
     """The text that hovering over a task shows: when it ran, and what it waited for."""
-
-    def shown(seconds: float) -> str:
-        return format_time(seconds, longest, virtual=virtual)
-
-    text = f"{time.task.id}: {shown(time.start)} to {shown(time.end)} on {time.task.lane}"
+    text = f"{time.task.id}: {layout.shown(time.start)} to {layout.shown(time.end)} on {time.task.lane}"
     if not waited.name:
         return text
-    text += f"\nwaited for {waited.name} until {shown(waited.until)}"
+    text += f"\nwaited for {waited.name} until {layout.shown(waited.until)}"
     queue = "device" if time.task.lane.queue is Queue.COMPUTE else time.task.lane.queue.value
     idle = sum(waited.idle.values())
-    return text if idle <= longest * 1e-9 else f"{text}, {queue} idle for {shown(idle)}"
+    return text if idle <= layout.longest * 1e-9 else f"{text}, {queue} idle for {layout.shown(idle)}"
 
 
-def _band(lane: Lane, layout: _Layout) -> tuple[float, float]:
-    """The top and the height of a lane: the compute row, or one of the bars below it."""
-    top = layout.top[lane.device]
-    if lane.queue is Queue.COMPUTE:
-        return top, ROW
-    return top + ROW + 2 + (BAR + 1) * _BARS[lane.queue], BAR
-
-
-def _label(text: str, x: float, top: float, width: float, height: float) -> str:
-    if height < ROW or len(text) * CHARACTER > width:
-        return ""
-    return f'<text x="{_n(x + (width - 0.8) / 2)}" y="{_n(top + height / 2 + 4)}">{text}</text>'
-
-
-def _borders(steps: Sequence[_ShownStep], layout: _Layout) -> Iterator[str]:
-    """A line down each device's row where it begins a later step, so that steps are told apart."""
-    for lane, starts in borders([step.rows for step in steps]).items():
-        if lane.queue is Queue.COMPUTE:
-            for start in starts:
-                x, y = layout.x(start) - 0.4, layout.top[lane.device] - 4
-                yield f'<path class="border" d="M{_n(x)} {_n(y)}v{_n(ROW + 8)}" stroke="{BORDER}" stroke-width="2"/>'
-
-
-def _axis(layout: _Layout, *, virtual: bool) -> Iterator[str]:
-    y, longest = layout.bottom + 8, layout.scale.seconds
-    yield '<g class="axis" text-anchor="middle">'
-    yield f'<path d="M{_n(layout.scale.left)} {_n(y)}H{_n(layout.right)}" stroke="{TEXT}" fill="none"/>'
-    if longest:
-        for at, text in ticks(longest, CHARACTER / layout.per_second, 3, virtual=virtual):
-            yield f'<path d="M{_n(layout.x(at))} {_n(y)}v4" stroke="{TEXT}"/>'
-            yield f'<text x="{_n(layout.x(at))}" y="{_n(y + 16)}">{text}</text>'
-    yield "</g>"
+def _ticks(layout: _Layout) -> Iterator[tuple[float, str]]:
+    if layout.scale.seconds:
+        yield from ticks(layout.scale.seconds, CHARACTER / layout.per_second, 3, virtual=layout.virtual)
