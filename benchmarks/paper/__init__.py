@@ -36,7 +36,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.gpipe import GPipeSchedule
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
+from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.ops.device.devices import resolve_devices
 from benchmarks.paper.ablation import without_dependency, without_streams
 from benchmarks.paper.emulated import run_steps
@@ -213,11 +213,11 @@ def _utilization(record: StepRecord) -> float:
 
 def _pictures(folder: Path, records: dict[str, StepRecord]) -> list[str]:
     """Figure 7: the timelines of the ablation, on one scale. Returns the names of the files."""
-    scale = common_scale(list(records.values()))
+    seconds = max(report(record).seconds for record in records.values())
     names = []
     for name, record in records.items():
         path = folder / f"{name.replace(', ', '-').replace(' ', '-')}.svg"
-        path.write_text(svg_timeline(record, title=f"{UNET}, {name}", scale=scale), encoding="utf-8")
+        path.write_text(svg_timeline(record, title=f"{UNET}, {name}", seconds=seconds), encoding="utf-8")
         names.append(str(path))
     return names
 

@@ -20,7 +20,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
-from asyncpipe.observe import mlflow as mlflow_module
+from asyncpipe.observe import scalars
 from asyncpipe.observe.mlflow import MLflowObserver
 from asyncpipe.observe.tensorboard import TensorBoardObserver
 from asyncpipe.train.job_file import Job
@@ -138,8 +138,8 @@ def test_steps_that_a_server_never_got_are_counted(monkeypatch, caplog):
 
 def test_steps_that_wait_for_a_server_are_bounded(monkeypatch, caplog):
     pytest.importorskip("mlflow.tracking")
-    monkeypatch.setattr(mlflow_module, "MOST_ROWS", 20)
-    monkeypatch.setattr(mlflow_module, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(scalars, "MOST_ROWS", 20)
+    monkeypatch.setattr(scalars, "CLOSE_SECONDS", 0.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     told: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:  # It accepts connections and answers none.
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_ends_only_the_figures(tmp_path, caplog)
     observer.add(1, {"x": 1.0})
     observer.close()
     assert told == ["raised"]
-    assert sum("cannot be written, and gets no more steps" in line for line in caplog.messages) == 1
+    assert sum("TensorBoard does not get every step: it cannot be written" in line for line in caplog.messages) == 1
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):

@@ -21,13 +21,10 @@ class IdealBubbles:
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[TaskGraph, float] = WeakKeyDictionary()
 
-    def of(self, graph: TaskGraph, *, simulating: bool = True) -> float | None:
-        """The ideal bubble of ``graph``; ``None`` if it is not known.
-
-        Unless ``simulating`` is false it is found by a simulation (15 µs a task, the first time).
-        """
+    def of(self, graph: TaskGraph) -> float | None:
+        """The ideal bubble of ``graph``, by a simulation (15 µs a task, the first time); ``None`` if it is unknown."""
         found = self._found.get(graph)
-        if found is None and simulating and len(graph.tasks) <= MOST_SIMULATED:
+        if found is None and len(graph.tasks) <= MOST_SIMULATED:
             try:
                 found = self._found[graph] = report(simulate(graph)).bubble_ratio
             except AsyncpipeError:

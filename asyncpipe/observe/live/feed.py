@@ -1,11 +1,11 @@
 """What is sent to the pages of a live view: its newest snapshot, as one message for all pages.
 
 However many pages are open, one thread takes a snapshot of the view at most four times a second, and only if there is
-something new. Each page gets the newest message as soon as it has taken the one before::
+something new. Each page asks for the newest message four times a second, as soon as it has taken the one before::
 
-    LiveView ──snapshot, in a thread──▶ LiveFeed: the newest message ──▶ follow() ──▶ a page
-                                                                     ├─▶ follow() ──▶ a slow page: skips messages
-                                                                     └─▶ newest() ──▶ /state
+    LiveView ──snapshot, in a thread──▶ LiveFeed: the newest message ◀── follow() ──▶ a page
+                                                                     ◀── follow() ──▶ a slow page: skips messages
+                                                                     ◀── newest() ──▶ /state
 
 There is no queue, so a page that stops reading costs nothing. Closing the feed sends every page a last message, after
 which its connection ends.
@@ -30,7 +30,7 @@ __all__ = ["LiveFeed", "Message"]
 
 WATCHED_SECONDS, UNWATCHED_SECONDS = 0.25, 5.0
 """Least time between two snapshots while a page is open, and while none is. The latter keep the history of bubbles
-complete for pages that open later."""
+complete for pages that open later. Four times a second is also how often a page asks for news."""
 REST = 50.0
 """A snapshot that computed for a second is followed by this many seconds without one, so that the snapshots of huge
 graphs do not slow down the training."""
@@ -66,14 +66,10 @@ class LiveFeed:
         self._version: tuple[int, ...] | None = None
         self._message: Message | None = None
         self._followers = 0
-        self._closing = False
+        self._closing = asyncio.Event()
         self._rested = 0.0
         """When the next snapshot may begin, by the monotonic clock."""
         self._logged = False
-        self._changed = asyncio.Event()
-        """Set, and then replaced, when there is a new message."""
-        self._wanted = asyncio.Event()
-        """Set when a follower arrives and when the feed closes: ends the pause between two updates."""
         self._turn = asyncio.Lock()
         """Held while a snapshot is taken."""
         self._thread = ThreadPoolExecutor(1, "asyncpipe-live")
@@ -86,16 +82,14 @@ class LiveFeed:
 
     def start(self) -> None:
         """Begin to look for news; may be called again."""
-        if self._updates is not None or self._closing:
-            return
-        self._updates = asyncio.get_running_loop().create_task(self._update(), name="asyncpipe-live")
+        if self._updates is None and not self._closing.is_set():
+            self._updates = asyncio.get_running_loop().create_task(self._update(), name="asyncpipe-live")
 
     async def close(self) -> None:
         """Send the last message to all followers and end the coroutine and the thread; may be called twice."""
-        if self._closing:
+        if self._closing.is_set():
             return
-        self._closing = True
-        self._wanted.set()
+        self._closing.set()
         if self._updates is not None:
             await self._updates
         await self.newest()
@@ -104,12 +98,12 @@ class LiveFeed:
     async def newest(self) -> Message:
         """The newest message; takes a snapshot if the view has news and the last one was long enough ago."""
         async with self._turn:
-            message = self._message
-            version = self._view.version
-            last = message is not None and message.last
-            stale = self._closing or (version != self._version and monotonic() >= self._rested)
-            if message is None or (stale and not last):
-                message = await self._make_message(version)
+            message, version = self._message, self._view.version
+            if message is None:
+                return await self._make_message(version)
+            is_stale = version != self._version and monotonic() >= self._rested
+            if not message.last and (is_stale or self._closing.is_set()):
+                return await self._make_message(version)
             return message
 
     async def follow(self, seen: str | None = None) -> AsyncGenerator[bytes, None]:
@@ -118,35 +112,31 @@ class LiveFeed:
         A page that is slow to ask for the next event skips messages. Ends after the last message.
         """
         self._followers += 1
-        self._wanted.set()
         try:
-            message = await self.newest()
-            while not message.last:
+            while not (message := await self.newest()).last:
                 if message.id != seen:
                     seen = message.id
                     yield message.event
-                # Nothing is awaited between reading the event and the message, so no change is missed.
-                if self._message is message:
-                    await self._changed.wait()
-                assert self._message is not None
-                message = self._message
+                await self._pause(WATCHED_SECONDS)
             yield message.event
         finally:
             self._followers -= 1
 
     async def _update(self) -> None:
-        while not self._closing:
-            # Cleared before the snapshot, so that a follower who arrives during it ends the pause after it.
-            self._wanted.clear()
+        """Take snapshots also while nobody follows, for the history of bubbles."""
+        while not self._closing.is_set():
             await self.newest()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(WATCHED_SECONDS if self._followers else UNWATCHED_SECONDS):
-                    await self._wanted.wait()
+            await self._pause(UNWATCHED_SECONDS)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
 
     async def _make_message(self, version: tuple[int, ...]) -> Message:
         """The message of ``version`` of the view; if the snapshot fails, which is a bug, the last data again."""
         began = monotonic()
-        ending = self._closing
+        ending = self._closing.is_set()
         try:
             data, last, took = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoded, ending)
         except Exception:
@@ -158,8 +148,6 @@ class LiveFeed:
         self._version = version
         self._rested = began + max(WATCHED_SECONDS, took * REST)
         self._message = Message(f"{self._name}-{self._count}", data, last)
-        self._changed.set()
-        self._changed = asyncio.Event()
         return self._message
 
     def _encoded(self, ending: bool) -> tuple[bytes, bool, float]:

@@ -24,7 +24,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerChange
 from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostError
 from asyncpipe.observe.live.step_data import rounded, step_data, timeline_data
-from asyncpipe.observe.live.workers_data import SeenWorkers
+from asyncpipe.observe.live.workers_data import SeenWorker
 
 __all__ = ["LiveView", "Series"]
 
@@ -49,8 +49,10 @@ class LiveView:
         self._steps = steps
         self._newest: tuple[int, StepRecord] | None = None
         """How many steps succeeded, and the last of them."""
-        self._workers = SeenWorkers()
-        """What is known of workers: replaced whenever something new is."""
+        self._workers: dict[str, SeenWorker] = {}
+        """By name; replaced as a whole."""
+        self._changes = 0
+        """How often a worker came up or was lost."""
         self._spoiled: tuple[int, int, str] = (0, 0, "")
         """How many steps failed, how many were cancelled, and a sentence about the last of these."""
         self._before = 0
@@ -80,8 +82,9 @@ class LiveView:
 
     def step_completed(self, record: StepRecord) -> None:
         """Keep ``record`` until the next one; of a step that failed or was cancelled, keep a sentence."""
-        if record.notes.workers:
-            self._workers = self._workers.noted(record.notes.workers)
+        for name, notes in record.notes.workers.items():
+            seen = self._workers.get(name) or SeenWorker(notes.state, notes.pid, notes.devices)
+            self._workers = {**self._workers, name: seen.noted(notes)}
         if record.outcome is Outcome.OK:
             self._newest = ((self._newest[0] if self._newest else 0) + 1, record)
         else:
@@ -98,7 +101,9 @@ class LiveView:
 
     def worker_changed(self, change: WorkerChange) -> None:
         """Show that a worker has come up for this run, or was lost."""
-        self._workers = self._workers.changed(change)
+        seen = self._workers.get(change.worker) or SeenWorker(change.state, change.pid, change.devices)
+        self._workers = {**self._workers, change.worker: seen.changed(change)}
+        self._changes += 1
 
     def end(self) -> None:
         """Mark the run as ended: nothing new will come. May be called twice."""
@@ -114,7 +119,7 @@ class LiveView:
         """Changes whenever there is something new to show; cheap."""
         failed, cancelled, _ = self._spoiled
         steps = self._newest[0] if self._newest else 0
-        return (steps, failed, cancelled, self._done, self._workers.changes, int(self._ended))
+        return (steps, failed, cancelled, self._done, self._changes, int(self._ended))
 
     @property
     def _done(self) -> int:
@@ -151,7 +156,7 @@ class LiveView:
             "training": _training_data(recent) if recent else None,
             "step": step,
             "timeline": timeline,
-            "workers": workers.data(),
+            "workers": [seen.data(name) for name, seen in workers.items()] or None,
             "history": [_history_row(*point) for point in self._history.points()],
             "bubbles": [[rounded(x, 7), rounded(bubble)] for x, bubble in bubbles],
         }

@@ -3,16 +3,15 @@
 An array maps the number of a task to the position of its labels in a tuple, or lists numbers of tasks::
 
     kind    task ──▶ kinds     "F", "B", …              reads   task ──▶ the tasks that it depends on
-    sort    task ──▶ sorts     (stage, kind)            fed     the tasks that read copies
-    place   task ──▶ places    (stage, device)          compute device ──▶ its compute tasks
-    device  task ──▶ devices                            copies  the copies, with their route ──▶ routes (src, dst)
+    sort    task ──▶ sorts     (stage, kind)            compute device ──▶ its compute tasks
+    place   task ──▶ places    (stage, device)          copies  the copies, with their route ──▶ routes (src, dst)
+    device  task ──▶ devices
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import COPY_KINDS, TaskKind
 
-__all__ = ["Floats", "GraphArrays", "GraphArraysCache", "Numbers", "Segments", "in_order", "summed"]
+__all__ = ["Floats", "GraphArrays", "Numbers", "Segments", "in_order", "summed"]
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.intp]
@@ -43,8 +42,6 @@ class Segments:
 
     def latest(self, times: Floats) -> Floats:
         """(steps, rows): the latest of each row's members in each step, given ``times`` of shape (steps, tasks + 1)."""
-        if not len(self._starts):
-            return np.empty((len(times), 0))
         latest: Floats = np.maximum.reduceat(times.take(self._members, axis=1), self._starts, axis=1)
         return latest
 
@@ -55,9 +52,6 @@ class GraphArrays:
     def __init__(self, graph: TaskGraph) -> None:
         tasks, count = graph.tasks, len(graph.tasks)
         copies = [task for task in tasks if task.kind in COPY_KINDS]
-        copied = {task.number for task in copies}
-        reads = [graph.read_by(number) for number in range(count)]
-        fed = [number for number, row in enumerate(reads) if not copied.isdisjoint(row)]
         devices = graph.own_devices
         on = [devices.index(lane.device) for lane in graph.lanes]
         self.kind, self.kinds = _positions(task.kind.value for task in tasks)
@@ -73,9 +67,7 @@ class GraphArrays:
         """(stage, device) of everything that computes, and a stage for each device that computes nothing."""
         self.place = np.append(place, 0)
         """Also has an entry for "no task"."""
-        self.reads = Segments(reads, count)
-        self.fed = _numbers(fed)
-        self.fed_reads = Segments([reads[number] for number in fed], count)
+        self.reads = Segments((graph.read_by(number) for number in range(count)), count)
         self.copies = _numbers(task.number for task in copies)
         self.route, self.routes = _positions(_route(graph, task) for task in copies)
         """The route of each of ``copies``, in their order: (source, destination), a device or the host."""
@@ -83,10 +75,6 @@ class GraphArrays:
         """(copy lanes, most copies of a lane), filled up with "no task"."""
         self.compute = _lane_rows(graph, lambda lane: lane.queue is Queue.COMPUTE)
         """(devices, most compute tasks of a device), filled up with "no task"."""
-        self.forwards = _numbers(task.number for task in tasks if task.kind is TaskKind.FORWARD)
-        self.releases = _numbers(task.number for task in tasks if graph.training and task.kind in graph.releasing)
-        """The tasks after which a stage holds a micro-batch no longer; none where nothing is kept for a backward."""
-        self.stage, self.stages = _numbers(task.stage for task in tasks), graph.shape.stages
 
 
 def _route(graph: TaskGraph, task: Task) -> tuple[str, str]:
@@ -95,23 +83,6 @@ def _route(graph: TaskGraph, task: Task) -> tuple[str, str]:
         assert task.source is not None
         return graph.devices[graph.placement[task.source]], here
     return (here, HOST) if task.kind is TaskKind.OFFLOAD else (HOST, here)
-
-
-class GraphArraysCache:
-    """The arrays of each graph, kept as long as the graph lives.
-
-    Any thread may call it; two threads that ask at once may both compute the same arrays.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: WeakKeyDictionary[TaskGraph, GraphArrays] = WeakKeyDictionary()
-
-    def of(self, graph: TaskGraph) -> GraphArrays:
-        """The arrays of ``graph``; the first call takes about 3 µs a task."""
-        arrays = self._arrays.get(graph)
-        if arrays is None:
-            arrays = self._arrays[graph] = GraphArrays(graph)
-        return arrays
 
 
 def summed(values: Floats, position: Numbers, length: int) -> Floats:

@@ -24,7 +24,7 @@ from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.report import Report, peak_per_device, report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
-from asyncpipe.observe.pictures.svg import common_scale, svg_timeline
+from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.templates import rendered
 from asyncpipe.observe.pictures.timeline import format_time, kinds_of
 
@@ -68,7 +68,7 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
         headings.append("peak memory")
     shortest = min(result.seconds for result in results)
     cells = [list(_cells(*each, shortest))[: len(headings) - 1] for each in zip(steps, results, strict=True)]
-    scale = common_scale([step.record for step in steps])
+    longest = max(result.end for result in results)
     placements = [step.record.graph.placement for step in steps]
     return rendered(
         "comparison.html",
@@ -78,7 +78,7 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
         kinds=kinds_of(time for result in results for time in result.tasks if time.seconds > 0),
         shared_devices=any(len(set(placement)) < len(placement) for placement in placements),
         pictures=[
-            (step, svg_timeline(step.record, title=step.title, virtual=step.virtual, scale=scale, inline=True))
+            (step, svg_timeline(step.record, title=step.title, virtual=step.virtual, seconds=longest, inline=True))
             for step in steps
         ],
     )

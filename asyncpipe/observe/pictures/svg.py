@@ -7,7 +7,7 @@ device::
     dev:1  ···[F0][F1][ B1 ][ B0 ]·······
            ▔▔
 
-Pictures that are to be compared share a scale: a second has the same width in each of them. Several steps in one
+Every picture has the same width. Pictures that are to be compared are given the same time for it. Several steps in one
 picture share its axis; a line stands on each device where it begins the next step.
 
 This file computes what stands where; the markup is the template ``timeline.svg``.
@@ -33,32 +33,20 @@ from asyncpipe.observe.pictures.timeline import (
     kinds_of,
     labels,
     lane_rows,
-    quantum,
     shade,
     summary,
     ticks,
 )
 
-__all__ = ["PictureScale", "common_scale", "svg_timeline"]
+__all__ = ["svg_timeline"]
 
 CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0
 """Pixels: the widths of a character of a label and of a title, the heights of a compute row and of a copy bar, the
 space below a row and above the first."""
 _BARS: dict[Queue, int] = {queue: k for k, queue in enumerate(queue for queue in Queue if queue is not Queue.COMPUTE)}
 """The bar below the compute row that each queue has; the second pair is there only if something is offloaded."""
-NARROWEST, WIDEST = 640.0, 1600.0
-
-
-@dataclass(frozen=True, slots=True)
-class PictureScale:
-    """The horizontal scale that pictures to be compared have in common."""
-
-    seconds: float
-    """The time that ``width`` stands for."""
-    left: float
-    """Pixels before time 0, for the names of devices."""
-    width: float
-    """Pixels from time 0 to ``seconds``."""
+WIDTH = 1000.0
+"""Pixels from time 0 to the end of the axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +79,26 @@ class _Box:
 class _Layout:
     """The scale and the vertical positions, in pixels, and how times are printed."""
 
-    def __init__(self, steps: Sequence[_ShownStep], scale: PictureScale, top: float, *, virtual: bool) -> None:
-        self.scale, self.virtual, self.longest = scale, virtual, _longest(steps)
-        self.per_second = scale.width / scale.seconds if scale.seconds else 0.0
-        self.right = scale.left + scale.width
+    def __init__(self, steps: Sequence[_ShownStep], seconds: float | None, top: float, *, virtual: bool) -> None:
+        devices = steps[0].graph.devices
+        self.virtual, self.longest = virtual, max(step.result.end for step in steps)
+        self.seconds = self.longest if seconds is None else seconds
+        self.per_second = WIDTH / self.seconds if self.seconds else 0.0
+        self.left = CHARACTER * max(map(len, devices)) + 16
+        """Before time 0 are the names of the devices."""
+        self.right = self.left + WIDTH
         below = max([_BARS.get(lane.queue, -1) for step in steps for lane in step.rows], default=-1) // 2 * 2 + 2
         height = ROW + (below * (BAR + 1) + 1 if below else 0) + GAP
-        devices = steps[0].graph.devices
         self.top = {device: top + number * height for number, device in enumerate(devices)}
         """The top of each device's compute row."""
         self.bottom = top + len(devices) * height - GAP
         """The bottom of the lowest row."""
 
     def x(self, seconds: float) -> float:
-        return self.scale.left + seconds * self.per_second
+        return self.left + seconds * self.per_second
 
     def shown(self, seconds: float) -> str:
         return format_time(seconds, self.longest, virtual=self.virtual)
-
-
-def common_scale(records: Sequence[StepRecord]) -> PictureScale:
-    """A scale for ``svg_timeline`` on which all of ``records``, of which there is at least one, fit."""
-    fitting = [_scale(_shown_steps([record])) for record in records]
-    seconds = max(scale.seconds for scale in fitting)
-    per_second = max((scale.width / scale.seconds for scale in fitting if scale.seconds), default=0.0)
-    width = min(max(seconds * per_second, NARROWEST), WIDEST)
-    return PictureScale(seconds, max(scale.left for scale in fitting), width)
 
 
 def svg_timeline(
@@ -124,7 +106,7 @@ def svg_timeline(
     *,
     title: str = "",
     virtual: bool = False,
-    scale: PictureScale | None = None,
+    seconds: float | None = None,
     inline: bool = False,
 ) -> str:
     """The step as an SVG document: a row a device, copies below it, a legend, a time axis and the key figures.
@@ -132,14 +114,14 @@ def svg_timeline(
     Several steps, in the order of their submissions, are drawn on one axis; a line stands where a device begins the
     next, and hovering over a task names its step.
     ``virtual`` times are printed as bare numbers, others with units. Hovering over a task shows its id, its times and
-    what it waited for. If a device has several stages, later ones are paler. Give pictures that are to be compared the
-    same ``scale``. ``inline`` makes the picture a part of a page: title, legend and key figures are left out.
+    what it waited for. If a device has several stages, later ones are paler. The axis ends at ``seconds``, by default
+    with the picture's last task. ``inline`` leaves out title, legend and key figures, for a picture in a page.
     """
     records = [record] if isinstance(record, StepRecord) else record
     common_devices(records)
     steps = _shown_steps(records)
     graph = steps[0].graph
-    layout = _Layout(steps, scale or _scale(steps), 4.0 if inline else TOP, virtual=virtual)
+    layout = _Layout(steps, seconds, 4.0 if inline else TOP, virtual=virtual)
     kinds = kinds_of(time for step in steps for time in chain.from_iterable(step.rows.values()))
     return rendered(
         "timeline.svg",
@@ -151,7 +133,7 @@ def svg_timeline(
         bottom=layout.bottom + (28 if inline else 52),
         legend=[] if inline else list(_legend(kinds, layout.right)),
         figures=summary([step.result for step in steps], training=graph.training, virtual=virtual),
-        lane_width=layout.x(layout.longest) - layout.scale.left if layout.longest else layout.scale.width,
+        lane_width=layout.longest * layout.per_second if layout.longest else WIDTH,
         taken=[box for step in steps for box in _taken(step, layout)],
         tasks=[box for step in steps for box in _tasks(step, layout)],
         borders=[
@@ -173,23 +155,6 @@ def _shown_steps(records: Sequence[StepRecord]) -> list[_ShownStep]:
         shown.append(_ShownStep(record.graph, result, rows, waits(record, result, earlier), name))
         earlier |= {lane: times[-1].end for lane, times in rows.items() if times}
     return shown
-
-
-def _longest(steps: Sequence[_ShownStep]) -> float:
-    return max(step.result.end for step in steps)
-
-
-def _scale(steps: Sequence[_ShownStep]) -> PictureScale:
-    """The scale for one picture: as wide as its labels need if its times have a quantum, else 1000 pixels."""
-    graph, longest, width = steps[0].graph, _longest(steps), 1000.0
-    left = CHARACTER * max(len(device) for device in graph.devices) + 16
-    shown = [time for step in steps for time in step.result.tasks if time.seconds > 0]
-    if quantum(shown) is not None:
-        label = labels(graph)
-        compute = (time for time in shown if time.task.lane.queue is Queue.COMPUTE)
-        wanted = max(((len(label(t.task)) * CHARACTER + 6) / t.seconds for t in compute), default=0.0)
-        width = min(max(longest * wanted, NARROWEST), WIDEST)
-    return PictureScale(longest, left, width)
 
 
 def _legend(kinds: Sequence[TaskKind], right: float) -> Iterator[tuple[float, TaskKind]]:
@@ -237,5 +202,5 @@ def _story(time: TaskTime, waited: Wait, layout: _Layout) -> str:
 
 
 def _ticks(layout: _Layout) -> Iterator[tuple[float, str]]:
-    if layout.scale.seconds:
-        yield from ticks(layout.scale.seconds, CHARACTER / layout.per_second, 3, virtual=layout.virtual)
+    if layout.seconds:
+        yield from ticks(layout.seconds, CHARACTER / layout.per_second, 3, virtual=layout.virtual)

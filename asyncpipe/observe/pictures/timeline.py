@@ -18,7 +18,7 @@ Several steps share one axis. They may overlap, so each device has a border of i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, groupby, takewhile
 from math import ceil, floor, gcd, log10
@@ -37,11 +37,9 @@ __all__ = [
     "kinds_of",
     "labels",
     "lane_rows",
-    "quantum",
     "shade",
     "summary",
     "text_timeline",
-    "tick_step",
     "ticks",
 ]
 
@@ -103,9 +101,8 @@ def text_timeline(
     lines = ["step".ljust(margin) + _steps(records, results, scale)] if len(records) > 1 else []
     lines.append("time".ljust(margin) + _axis(scale, longest, virtual=virtual))
     for name, (lane, times) in zip(names, rows.items(), strict=True):
-        others = _columns_within(taken.get(lane, ()), scale)
-        cells = _cells(times, starts.get(lane, ()), others, scale, label)
-        lines.append(name.ljust(margin) + "".join(cells))
+        row = _row(times, starts.get(lane, ()), taken.get(lane, ()), scale, label)
+        lines.append(name.ljust(margin) + row)
     kinds = kinds_of(shown)
     if set(kinds) - SELF_EVIDENT:
         lines += ["", ", ".join(f"{kind.value} {kind.word}" for kind in kinds)]
@@ -189,7 +186,7 @@ def labels(graph: TaskGraph) -> Callable[[Task], str]:
     return lambda task: task.label
 
 
-def quantum(times: Sequence[TaskTime]) -> float | None:
+def _quantum(times: Sequence[TaskTime]) -> float | None:
     """The largest time that divides every start and end; ``None`` if there is none or it is very short.
 
     It is a multiple of 0.001. Measured times are hardly ever multiples of that; costs written by hand are.
@@ -202,19 +199,16 @@ def quantum(times: Sequence[TaskTime]) -> float | None:
     return found if 0 < shortest <= SHORTEST_TASK * found * (1 + 1e-9) else None
 
 
-def tick_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, 50 … (or of 0.5, 0.2, 0.1 …) that is not below ``least``."""
-    power: float = 10.0 ** floor(log10(least))
-    return next((factor * power for factor in (1, 2, 5) if factor * power >= least * (1 - 1e-9)), 10 * power)
-
-
 def ticks(longest: float, character: float, gap: int, *, virtual: bool) -> Iterator[tuple[float, str]]:
     """The ticks of an axis from 0 to ``longest``: (time, text); a character is as wide as ``character`` seconds.
 
-    The texts are ``gap`` characters apart or more. If there is room, virtual times have whole numbers.
+    The texts are ``gap`` characters apart or more, at multiples of 1, 2 or 5 times a power of ten. Virtual times have
+    whole numbers.
     """
     least = (len(format_time(longest * 0.999, longest, virtual=virtual)) + gap) * character
-    step = tick_step(max(least, 1.0) if virtual else least)
+    least = max(least, 1.0) if virtual else least
+    power = 10.0 ** floor(log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
     for at in takewhile(lambda at: at <= longest * (1 + 1e-9), (tick * step for tick in count())):
         yield at, format_time(at, longest, virtual=virtual)
 
@@ -231,7 +225,7 @@ def format_time(seconds: float, longest: float, *, virtual: bool) -> str:
 
 def _scale(longest: float, times: Sequence[TaskTime], label: Callable[[Task], str], room: int | None) -> _ColumnScale:
     """An exact scale if the times have a quantum and there is room for it, else the room divided evenly."""
-    unit = quantum(times)
+    unit = _quantum(times)
     if unit is not None:
         units = round(longest / unit)
         # One column more than the label, for the gap between two cells.
@@ -243,27 +237,23 @@ def _scale(longest: float, times: Sequence[TaskTime], label: Callable[[Task], st
     return _ColumnScale(longest / columns, columns)
 
 
-def _cells(
+def _row(
     times: Sequence[TaskTime],
     starts: Sequence[float],
-    others: Set[int],
+    taken: Sequence[tuple[float, float]],
     scale: _ColumnScale,
     label: Callable[[Task], str],
-) -> Iterator[str]:
-    bars = {round(start / scale.seconds) - 1 for start in starts}
-    cells: list[TaskTime | str | None] = [
-        BAR if column in bars else TAKEN if shown is None and column in others else shown
-        for column, shown in enumerate(_columns(times, scale))
-    ]
-    for shown, columns in groupby(cells):
-        width = len(list(columns))
-        if shown is None:
-            yield "·" * width
-            continue
-        if isinstance(shown, str):
-            yield shown * width
-            continue
-        yield _cell(label(shown.task), width)
+) -> str:
+    """The cells of a lane; over them, where other jobs had the device, and a bar before each later step."""
+    shown = _columns(times, scale)
+    cells = [(time, len(list(columns))) for time, columns in groupby(shown)]
+    row = list("".join("·" * width if time is None else _cell(label(time.task), width) for time, width in cells))
+    for start, end in taken:
+        for column in range(round(start / scale.seconds), min(round(end / scale.seconds), scale.columns)):
+            row[column] = TAKEN if shown[column] is None else row[column]
+    for column in (round(start / scale.seconds) - 1 for start in starts):
+        row[max(column, 0)] = BAR
+    return "".join(row)
 
 
 def _columns(times: Sequence[TaskTime], scale: _ColumnScale) -> list[TaskTime | None]:
@@ -279,15 +269,6 @@ def _columns(times: Sequence[TaskTime], scale: _ColumnScale) -> list[TaskTime | 
             if share > longest[column]:
                 longest[column], shown[column] = share, time
     return [time if full >= scale.seconds / 2 else None for time, full in zip(shown, busy, strict=True)]
-
-
-def _columns_within(spans: Iterable[tuple[float, float]], scale: _ColumnScale) -> set[int]:
-    """The columns whose middle is in one of ``spans``."""
-    return {
-        column
-        for start, end in spans
-        for column in range(round(start / scale.seconds), min(round(end / scale.seconds), scale.columns))
-    }
 
 
 def _cell(label: str, width: int) -> str:

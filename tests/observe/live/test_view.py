@@ -159,12 +159,10 @@ def test_nothing_of_a_failed_step_is_kept_but_a_sentence() -> None:
     gc.collect()
     assert mark() is None
     state = fold(view)
-    assert state["spoiled"] == {
-        "failed": 1,
-        "cancelled": 0,
-        "last": "Step 3 failed in B(2,1) on dev:1: Error.",
-    }
+    assert state["spoiled"] == {"failed": 1, "cancelled": 0, "last": "Step 3 failed in B(2,1) on dev:1: Error."}
     assert state["step"]["number"] == 0
+    view.step_completed(StepRecord(7, graph, [(0.0, StepSubmitted(7, graph))], Outcome.CANCELLED))
+    assert fold(view)["spoiled"] == {"failed": 1, "cancelled": 1, "last": "Step 7 was cancelled."}
 
 
 def test_of_a_hang_the_page_says_what_hung_and_who_waits() -> None:
@@ -178,12 +176,6 @@ def test_of_a_hang_the_page_says_what_hung_and_who_waits() -> None:
         view.step_completed(failed(graph, error))
         told = f"{type(error).__name__}; worker 'b' does not take what worker 'a' sends; {waits[0]}."
         assert fold(view)["spoiled"]["last"] == f"Step 3 failed in B(2,1) on dev:1: {told}"
-
-
-def test_a_cancelled_step_is_told_of() -> None:
-    view, graph = LiveView(), lowered()
-    view.step_completed(StepRecord(7, graph, [(0.0, StepSubmitted(7, graph))], Outcome.CANCELLED))
-    assert fold(view)["spoiled"] == {"failed": 0, "cancelled": 1, "last": "Step 7 was cancelled."}
 
 
 # Training steps

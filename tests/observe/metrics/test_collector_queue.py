@@ -20,14 +20,16 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
 from asyncpipe.observe.metrics import collector as metrics
-from asyncpipe.observe.metrics.totals import Histogram, Totals, bucket_of
+from asyncpipe.observe.metrics.totals import bucket_of
 
 
 def watched_folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of steps of each fold so far."""
     folded: list[int] = []
     fold = metrics.fold
-    monkeypatch.setattr(metrics, "fold", lambda steps, arrays: folded.append(len(steps)) or fold(steps, arrays))
+    monkeypatch.setattr(
+        metrics, "fold", lambda totals, steps, arrays: folded.append(len(steps)) or fold(totals, steps, arrays)
+    )
     return folded
 
 
@@ -71,6 +73,18 @@ def test_a_failed_step_is_let_go_of_at_once(collector: PipelineCollector) -> Non
     assert gone() is None
 
 
+def test_what_is_known_of_a_graph_goes_with_it(collector: PipelineCollector) -> None:
+    graph = lowered()
+    gone = weakref.ref(graph)
+    collector.step_completed(simulate(graph))
+    assert collector.snapshot().gauges["ideal_bubble_ratio"][()] == pytest.approx(1 / 3)
+    collector.step_completed(simulate(lowered(shape=Shape(1, 1, 1))))
+    collector.snapshot()
+    del graph
+    gc.collect()
+    assert gone() is None
+
+
 def test_scrapes_and_steps_at_the_same_time_lose_nothing(
     registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,28 +123,19 @@ def test_several_jobs_share_a_registry_through_a_merged_collector(registry: Coll
         registry.register(PipelineCollector("third"))
 
 
-# Totals
+def test_gauges_are_those_of_the_newest_step_though_steps_of_one_graph_are_folded_together(
+    registry: CollectorRegistry, collector: PipelineCollector
+) -> None:
+    one, two = lowered(shape=Shape(1, 2, 1)), lowered(shape=Shape(2, 2, 2))
+    for graph in (two, one, two, one):
+        collector.step_completed(simulate(graph))
+    assert value(registry, "ready_tasks", device="dev:0") is not None
+    assert value(registry, "ready_tasks", device="dev:1") is None
+    assert value(registry, "inflight_microbatches", stage="1") is None
 
 
 @given(st.one_of(st.floats(0, 64), st.integers(-20, 8).map(lambda exponent: 2.0**exponent)))
 def test_a_bucket_holds_what_is_not_above_its_bound(seconds: float) -> None:
-    exponents = range(-4, 3)
-    histogram = Histogram(exponents)
-    histogram.add(np.bincount(bucket_of(np.array([seconds]), exponents), minlength=8), seconds)
-    assert histogram.cumulative() == [
-        (bound, int(seconds <= bound)) for bound in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, inf)
-    ]
-
-
-def test_a_late_fold_does_not_turn_a_gauge_back() -> None:
-    totals, late = Totals(), Totals()
-    totals.set("loss", {(): 1.0}, at=7.0)
-    totals.set("bubble_ratio", {(): 0.5}, at=7.0)
-    late.set("loss", {(): 2.0}, at=6.0)
-    late.set("ready_tasks", {("cpu:0",): 3.0}, at=6.0)
-    totals.merge(late)
-    assert totals.gauges == {
-        "loss": (7.0, {(): 1.0}),
-        "bubble_ratio": (7.0, {(): 0.5}),
-        "ready_tasks": (6.0, {("cpu:0",): 3.0}),
-    }
+    bounds = [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, inf]
+    (bucket,) = bucket_of(np.array([seconds]), range(-4, 3))
+    assert bucket == next(number for number, bound in enumerate(bounds) if seconds <= bound)

@@ -22,6 +22,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.metrics.fold import fold
 from asyncpipe.observe.metrics.graph_arrays import GraphArrays
 from asyncpipe.observe.metrics.step_arrays import StepArrays
+from asyncpipe.observe.metrics.totals import Totals
 from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.timeline import text_timeline
 from asyncpipe.observe.pictures.trace import to_chrome
@@ -31,15 +32,21 @@ def lowered(name: str = "gpipe", shape: Shape = Shape(3, 4, 3), checkpoint: str 
     return lower(find_schedule(name), shape, checkpoint=CheckpointMode(checkpoint))
 
 
+def folded(record: StepRecord) -> Totals:
+    totals = Totals()
+    fold(totals, [StepArrays(record, 0.0)], GraphArrays(record.graph))
+    return totals
+
+
 def busy(record: StepRecord) -> dict[tuple[int, str], float]:
     """Seconds by stage and device."""
-    found = fold([StepArrays(record, 0.0)], GraphArrays(record.graph)).counters["stage_busy_seconds"]
+    found = folded(record).counters["stage_busy_seconds"]
     return {(int(stage), device): seconds for (stage, device), seconds in found.items()}
 
 
 def idle(record: StepRecord) -> dict[tuple[int, str, IdleReason], float]:
     """Seconds by stage, device and reason, where there are any; the same in metrics, pictures and page."""
-    found = fold([StepArrays(record, 0.0)], GraphArrays(record.graph)).counters["stage_idle_seconds"]
+    found = folded(record).counters["stage_idle_seconds"]
     assert min(found.values()) >= 0
     assert {reason for _, _, reason in found} == set(IdleReason)
     for stage, shown in enumerate(stage_idle(record, report(record))):
