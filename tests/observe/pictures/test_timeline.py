@@ -1,4 +1,4 @@
-"""Timelines as text and as SVG."""
+"""Timelines as text and as SVG, of one step and of several on one axis."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
-from asyncpipe.core.predict.report import report
-from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.predict.report import report, reports
+from asyncpipe.core.predict.simulate import simulate, simulate_steps
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.core.schedules.registry import find_schedule
+from asyncpipe.errors import OptionError
 from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.timeline import text_timeline
 
@@ -142,23 +143,6 @@ def test_svg_has_a_rectangle_and_a_tooltip_for_every_task_that_took_time() -> No
     assert root.findtext(f"{SVG}title") == "a < b"
 
 
-def test_svg_is_to_scale() -> None:
-    record = simulated(checkpoint="always")
-    root = ElementTree.fromstring(svg_timeline(record, virtual=True))
-    found = []
-    for group in tasks(root):
-        rectangle = group.find(f"{SVG}rect")
-        assert rectangle is not None
-        found.append((float(rectangle.attrib["x"]), float(rectangle.attrib["width"]) + 0.8, rectangle.attrib["y"]))
-    ran = [time for time in report(record).tasks if time.task.source is None]
-    left = min(x for x, _, _ in found)
-    unit = min(width for _, width, _ in found)
-    assert sorted((round((x - left) / unit, 2), round(width / unit, 2)) for x, width, _ in found) == sorted(
-        (time.start, time.seconds) for time in ran
-    )
-    assert len({y for _, _, y in found}) == 3
-
-
 def test_svg_says_what_each_task_waited_for() -> None:
     record = simulated("1f1b", Shape(2, 2, 2), Costs(copy=0.5))
     stories = {story(group).partition(":")[0]: story(group) for group in tasks(root_of(record))}
@@ -206,15 +190,17 @@ def rectangle_of(group: ElementTree.Element) -> ElementTree.Element:
     return rectangle
 
 
-def test_svgs_of_one_time_can_be_laid_over_each_other() -> None:
+def test_svgs_are_to_scale_and_those_of_one_time_can_be_laid_over_each_other() -> None:
     records = [simulated("1f1b", Shape(2, 2, 2)), simulated("gpipe", Shape(3, 9, 3))]
     seconds = report(records[1]).seconds
     for record in records:
         root = ElementTree.fromstring(svg_timeline(record, virtual=True, seconds=seconds))
         ran = [time for time in report(record).tasks if time.seconds > 0]
-        drawn = {story(group).partition(":")[0]: float(rectangle_of(group).attrib["x"]) for group in tasks(root)}
+        drawn = {story(group).partition(":")[0]: rectangle_of(group).attrib for group in tasks(root)}
         for time in ran:
-            assert drawn[time.task.id] == pytest.approx(51 + time.start * 1000 / seconds, abs=0.01)
+            box = drawn[time.task.id]
+            assert float(box["x"]) == pytest.approx(51 + time.start * 1000 / seconds, abs=0.01)
+            assert float(box["width"]) == pytest.approx(time.seconds * 1000 / seconds - 0.8, abs=0.01)
 
 
 def test_svg_inside_a_page_has_no_heading() -> None:
@@ -222,3 +208,51 @@ def test_svg_inside_a_page_has_no_heading() -> None:
     assert root.attrib["aria-label"] == "a < b"
     texts = {text.text for text in root.iter(f"{SVG}text")}
     assert not texts & {"a < b", "forward"}
+
+
+# Several steps
+
+
+def in_a_row(name: str, steps: int, costs: Costs | None = None, shape: Shape = Shape(2, 4, 2)) -> list[StepRecord]:  # noqa: B008
+    return simulate_steps(lower(find_schedule(name), shape), costs, steps=steps)
+
+
+def test_a_bar_stands_where_a_device_begins_the_next_step() -> None:
+    assert text_timeline(in_a_row("zb-h2", 3), virtual=True) == (
+        "step   0                                   1                                   2\n"
+        "time   0              5              10             15             20             25             30"
+        "             35\n"
+        "dev:0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3│F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3│F0 F1 F2 I0 W0 F3 I1 W1 I2"
+        " W2 I3 W3 ···\n"
+        "dev:1  ···F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3│F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3│F0 I0 F1 I1 F2 I2 W0 F3"
+        " I3 W1 W2 W3\n"
+        "\n"
+        "F forward, I input gradient, W weight gradient\n"
+        "\n"
+        "3 steps, makespan 37, a step every 12, bubble 0.0%, peak in flight 3 at every stage\n"
+    )
+
+
+def test_svg_has_a_line_on_each_device_and_names_the_steps() -> None:
+    records = in_a_row("zb-h2", 3, Costs(copy=0.5))
+    root = ElementTree.fromstring(svg_timeline(records, virtual=True))
+    lines = [path.attrib["d"] for path in root.iter(f"{SVG}path") if path.attrib.get("class") == "border"]
+    assert len(set(lines)) == 2 * 2
+    stories = [
+        group.findtext(f"{SVG}title") or "" for group in root.iter(f"{SVG}g") if group.attrib.get("class") == "task"
+    ]
+    assert len(stories) == 3 * len(records[0].graph.tasks)
+    _, second, _ = reports(records)
+    begin = next(time.start for time in second.tasks if time.task.id == "F(0,0)")
+    (story,) = [story for story in stories if story.startswith("step 1, F(0,0):")]
+    assert story.endswith(f"\nwaited for the step before until {begin:g}")
+    assert root.findtext(f"{SVG}title") == "zb-h2"
+
+
+def test_steps_on_other_devices_have_another_picture() -> None:
+    records = [*in_a_row("1f1b", 1), *in_a_row("1f1b", 1, shape=Shape(3, 4, 3))]
+    for draw in (text_timeline, svg_timeline):
+        with pytest.raises(OptionError, match="all on the same devices"):
+            draw(records)
+        with pytest.raises(OptionError, match="one step or more"):
+            draw([])
