@@ -59,16 +59,16 @@ def to_chrome(records: Iterable[StepRecord], *, memory: StageMemory | None = Non
     seconds a unit of the journals' time stands for. Raises ``OptionError`` if ``memory`` has another number of stages.
     """
     kept = list(records)
-    tracks = TraceTracks(kept, unit)
+    results = [report(record) for record in kept]
+    tracks = TraceTracks(kept, results, unit)
     events: list[TraceEvent] = []
-    for record, place in zip(kept, tracks.steps, strict=True):
-        result = report(record)
+    for record, result, place in zip(kept, results, tracks.steps, strict=True):
         events.append(_step(record, result, place))
         events += _slices(record, result, tracks)
         events += _failures(record, tracks)
         events += _borders(record, result, tracks)
         events += _taken(result, tracks)
-    events += in_flight(kept, tracks)
+    events += in_flight(kept, results, tracks)
     events += measured_memory(kept, tracks)
     if memory is not None:
         events += predicted_memory(kept, memory, tracks)

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
-from asyncpipe.core.engine.events import Outcome, TaskCompleted
+from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory, memory_over_time
+from asyncpipe.core.predict.report import Report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.pictures.trace_tracks import TraceEvent, TraceTracks
 
@@ -26,32 +27,32 @@ _Sample = tuple[float, str, str, int]
 """(time of the journal, name of the counter, device, value)"""
 
 
-def in_flight(records: Sequence[StepRecord], tracks: TraceTracks) -> Iterator[TraceEvent]:
+def in_flight(records: Sequence[StepRecord], results: Sequence[Report], tracks: TraceTracks) -> Iterator[TraceEvent]:
     """Per stage, how many micro-batches are between the start of their forward and the end of their backward."""
     live: Counter[tuple[int, str]] = Counter()
     samples: list[_Sample] = []
-    for at, change, stage, device in sorted(change for record in records for change in _changes(record)):
+    found = zip(records, results, strict=True)
+    for at, change, stage, device in sorted(change for record, result in found for change in _changes(record, result)):
         live[stage, device] += change
         samples.append((at, f"stage {stage}", device, live[stage, device]))
     return _counters(samples, "micro-batches in flight", tracks)
 
 
-def _changes(record: StepRecord) -> Iterator[tuple[float, int, int, str]]:
+def _changes(record: StepRecord, result: Report) -> Iterator[tuple[float, int, int, str]]:
     """(time, change, stage, device): how many micro-batches a stage begins or ceases to hold.
 
     When sorted, ends come before starts of the same time. What a failed step still holds ends with the step.
     """
     graph = record.graph
     held: Counter[int] = Counter()
-    for _, event in record.journal:
-        if isinstance(event, TaskCompleted):
-            task = graph.tasks[event.task]
-            if task.kind is TaskKind.FORWARD:
-                held[task.stage] += 1
-                yield event.started, 1, task.stage, task.lane.device
-            if task.kind in graph.releasing:
-                held[task.stage] -= 1
-                yield event.ended, -1, task.stage, task.lane.device
+    for time in result.tasks:
+        task = time.task
+        if task.kind is TaskKind.FORWARD:
+            held[task.stage] += 1
+            yield time.start + result.origin, 1, task.stage, task.lane.device
+        if task.kind in graph.releasing:
+            held[task.stage] -= 1
+            yield time.end + result.origin, -1, task.stage, task.lane.device
     if record.outcome is not Outcome.OK:
         end = record.journal[-1][0]
         for stage, count in held.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.graph.task import Lane, Queue
+from asyncpipe.core.predict.report import Report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerNotes
 
@@ -30,10 +30,14 @@ class TraceTracks:
     known.
     """
 
-    def __init__(self, records: Sequence[StepRecord], unit: float) -> None:
-        self._origin = min((at for record in records for at in _starts(record)), default=0.0)
+    def __init__(self, records: Sequence[StepRecord], results: Sequence[Report], unit: float) -> None:
+        """``results`` are the reports of ``records``."""
+        times = [_span(record, result) for record, result in zip(records, results, strict=True)]
+        # A device's clock may put the start of a task before the submission of its step.
+        starts = [result.origin + result.tasks[0].start for result in results if result.tasks]
+        self._origin = min([*starts, *(begin for begin, _ in times)], default=0.0)
         self._scale = unit * 1e6
-        spans = [self._span_of(record) for record in records]
+        spans = [self.span(*each) for each in times]
         rows = _rows(spans)
         lanes = dict.fromkeys(lane for record in records for lane in record.graph.lanes)
         self._lanes = {lane: tid for tid, lane in enumerate(lanes, 1)}
@@ -98,25 +102,15 @@ class TraceTracks:
             return lane.queue.value
         return lane.device if lane.queue is Queue.COMPUTE else f"{lane.device} {lane.queue.value}"
 
-    def _span_of(self, record: StepRecord) -> TraceEvent:
-        """The time of a whole step, from its submission to the end of its last task."""
-        if not record.journal:
-            return self.span(self._origin, self._origin)
-        ended = [event.ended for _, event in record.journal if isinstance(event, TaskCompleted)]
-        return self.span(record.journal[0][0], max([record.journal[-1][0], *ended]))
-
 
 def _called(name: str, worker: WorkerNotes) -> str:
     return f"worker {name} (pid {worker.pid})"
 
 
-def _starts(record: StepRecord) -> Iterator[float]:
-    """The submission of the step and the starts of its tasks, which a device's clock may put before it."""
-    if record.journal:
-        yield record.journal[0][0]
-    for _, event in record.journal:
-        if isinstance(event, TaskCompleted):
-            yield event.started
+def _span(record: StepRecord, result: Report) -> tuple[float, float]:
+    """The time of a whole step, from its submission to the end of its last task."""
+    begin, end = (record.journal[0][0], record.journal[-1][0]) if record.journal else (0.0, 0.0)
+    return begin, max(end, result.origin + result.end)
 
 
 def _rows(spans: Sequence[TraceEvent]) -> list[int]:
