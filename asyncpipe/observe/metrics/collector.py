@@ -214,18 +214,14 @@ class MergedCollector(Collector):
 
 def _families(collectors: Sequence[PipelineCollector]) -> Iterator[Metric]:
     snapshots = [(collector.job, collector.snapshot()) for collector in collectors]
-    for name, (text, labels) in COUNTERS.items():
-        counter = CounterMetricFamily(f"asyncpipe_{name}", text, labels=("job", *labels))
-        for job, totals in snapshots:
-            for values, value in totals.counters.get(name, {}).items():
-                counter.add_metric((job, *values), value)
-        yield counter
-    for name, (text, labels) in GAUGES.items():
-        gauge = GaugeMetricFamily(f"asyncpipe_{name}", text, labels=("job", *labels))
-        for job, totals in snapshots:
-            for values, value in totals.gauges.get(name, {}).items():
-                gauge.add_metric((job, *values), value)
-        yield gauge
+    tables = (COUNTERS, CounterMetricFamily, "counters"), (GAUGES, GaugeMetricFamily, "gauges")
+    for table, family, kind in tables:
+        for name, (text, labels) in table.items():
+            made = family(f"asyncpipe_{name}", text, labels=("job", *labels))
+            for job, totals in snapshots:
+                for values, value in getattr(totals, kind).get(name, {}).items():
+                    made.add_metric((job, *values), value)
+            yield made
     for name, (text, labels, exponents) in HISTOGRAMS.items():
         bounds = [*(repr(2.0**exponent) for exponent in exponents), "+Inf"]
         histogram = HistogramMetricFamily(f"asyncpipe_{name}", text, labels=("job", *labels))
