@@ -31,11 +31,11 @@ def live_app(view: LiveView, *, hosts: Iterable[str] = ()) -> Starlette:
     """An ASGI application with the page at ``/``, its events at ``/events`` and its data, once, at ``/state``.
 
     Serve it alone or mounted below a path of another application; the page uses addresses relative to its own, which
-    ends with a slash. An application that mounts it enters its lifespan in its own, so that open pages are told of the
-    end: ``async with app.router.lifespan_context(app)``. The ``Host`` of a request must be a loopback name, the address
-    that the request was sent to, or one of ``hosts`` (the names by which proxies and other machines know this one).
-    Others are refused, because they may come from a foreign page by DNS rebinding. There is no authentication. Raises
-    ``OptionError`` if starlette is not installed.
+    ends with a slash. An application that mounts it must enter this application's lifespan within its own, so that open
+    pages show the end: ``async with app.router.lifespan_context(app)``. The ``Host`` of a request must be a loopback
+    name, the address that the request was sent to, or one of ``hosts`` (the names by which proxies and other machines
+    know this one). Others are refused, because they may come from a foreign page by DNS rebinding. There is no
+    authentication. Raises ``OptionError`` if starlette is not installed.
     """
     try:
         from asyncpipe.observe.live.handlers import make_app
