@@ -24,7 +24,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerChange
 from asyncpipe.errors import HangError, HungTaskError, OptionError, WorkerLostError
 from asyncpipe.observe.live.step_data import rounded, step_data, timeline_data
-from asyncpipe.observe.live.workers_data import SeenWorker
+from asyncpipe.observe.live.workers_data import ShownWorker
 
 __all__ = ["LiveView", "Series"]
 
@@ -49,7 +49,7 @@ class LiveView:
         self._steps = steps
         self._newest: tuple[int, StepRecord] | None = None
         """How many steps succeeded, and the last of them."""
-        self._workers: dict[str, SeenWorker] = {}
+        self._workers: dict[str, ShownWorker] = {}
         """By name; replaced as a whole."""
         self._changes = 0
         """How often a worker came up or was lost."""
@@ -83,7 +83,7 @@ class LiveView:
     def step_completed(self, record: StepRecord) -> None:
         """Keep ``record`` until the next one; of a step that failed or was cancelled, keep a sentence."""
         for name, notes in record.notes.workers.items():
-            seen = self._workers.get(name) or SeenWorker(notes.state, notes.pid, notes.devices)
+            seen = self._workers.get(name) or ShownWorker(notes.state, notes.pid, notes.devices)
             self._workers = {**self._workers, name: seen.noted(notes)}
         if record.outcome is Outcome.OK:
             self._newest = ((self._newest[0] if self._newest else 0) + 1, record)
@@ -101,7 +101,7 @@ class LiveView:
 
     def worker_changed(self, change: WorkerChange) -> None:
         """Show that a worker has come up for this run, or was lost."""
-        seen = self._workers.get(change.worker) or SeenWorker(change.state, change.pid, change.devices)
+        seen = self._workers.get(change.worker) or ShownWorker(change.state, change.pid, change.devices)
         self._workers = {**self._workers, change.worker: seen.changed(change)}
         self._changes += 1
 

@@ -9,11 +9,11 @@ from typing import Any
 from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState
 from asyncpipe.observe.live.step_data import rounded
 
-__all__ = ["SeenWorker"]
+__all__ = ["ShownWorker"]
 
 
 @dataclass(frozen=True, slots=True)
-class SeenWorker:
+class ShownWorker:
     """What is known of one worker. Nothing changes it: what is new makes another one, so any thread may read it."""
 
     state: WorkerState
@@ -26,17 +26,17 @@ class SeenWorker:
     sent: Mapping[str, EdgeTraffic] = field(default_factory=dict)
     """By receiver, since the run began."""
 
-    def changed(self, change: WorkerChange) -> SeenWorker:
+    def changed(self, change: WorkerChange) -> ShownWorker:
         """After it, or another in its place, has come up or was lost."""
-        return SeenWorker(change.state, change.pid, change.devices, change.how, sent=self.sent)
+        return ShownWorker(change.state, change.pid, change.devices, change.how, sent=self.sent)
 
-    def noted(self, notes: WorkerNotes) -> SeenWorker:
+    def noted(self, notes: WorkerNotes) -> ShownWorker:
         """With what a step's record tells."""
         sent = dict(self.sent)
         for receiver, more in notes.use.sent.items() if notes.use is not None else ():
             sent[receiver] = sent[receiver].plus(more) if receiver in sent else more
         how = self.how if self.pid == notes.pid else ""
-        return SeenWorker(notes.state, notes.pid, notes.devices, how, notes, sent)
+        return ShownWorker(notes.state, notes.pid, notes.devices, how, notes, sent)
 
     def data(self, name: str) -> dict[str, Any]:
         """Its row, as plain data."""
