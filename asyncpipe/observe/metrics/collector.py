@@ -139,12 +139,12 @@ class PipelineCollector(Collector):
 
     def drain(self) -> Totals:
         """The totals since the last call, for the ``merge`` of a collector in another process."""
-        while self._fold_oldest(scraping=True):
+        while self._fold_oldest():
             pass
         with self._lock:
-            taken, self._totals = self._totals, Totals()
-            self._totals.gauges = dict(taken.gauges)
-        return taken
+            totals, self._totals = self._totals, Totals()
+            self._totals.gauges = dict(totals.gauges)
+        return self._with_report(totals)
 
     def merge(self, totals: Totals) -> None:
         """Add what ``drain`` of a collector in another process has returned."""
@@ -157,6 +157,10 @@ class PipelineCollector(Collector):
             pass
         with self._lock:
             totals = deepcopy(self._totals)
+        return self._with_report(totals)
+
+    def _with_report(self, totals: Totals) -> Totals:
+        """``totals`` with the gauges that the report of the newest step gives."""
         if (record := self._newest) is not None:
             result, ideal = report(record), self._ideals.of(record.graph)
             totals.set("bubble_ratio", {(): result.bubble_ratio})

@@ -54,3 +54,13 @@ class Totals:
         exponents = HISTOGRAMS[name][2]
         counts = np.bincount(bucket_of(numbers, exponents), minlength=len(exponents) + 1)
         self.count(name, labels, counts, float(numbers.sum()))
+
+    def merge(self, other: Totals) -> None:
+        """Add the counters and histograms of ``other``, and take its gauges."""
+        for name, counter in other.counters.items():
+            for labels, value in counter.items():
+                self.add(name, labels, value)
+        self.gauges |= other.gauges
+        for name, histograms in other.histograms.items():
+            for labels, histogram in histograms.items():
+                self.count(name, labels, histogram.counts, histogram.total)

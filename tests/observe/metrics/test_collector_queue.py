@@ -85,6 +85,23 @@ def test_what_is_known_of_a_graph_goes_with_it(collector: PipelineCollector) -> 
     assert gone() is None
 
 
+def test_what_one_collector_drains_and_another_merges_is_what_one_alone_counts() -> None:
+    """As in a job's process, which sends its totals again and again, and in its service."""
+    far, here, alone = (PipelineCollector(name) for name in ("far", "here", "alone"))
+    for number in range(3):
+        for collector in (far, alone):
+            collector.step_completed(simulate(lowered()))
+            collector.training_step(1.0 / (number + 1), 2, 3, 0.5)
+        here.merge(far.drain())
+    merged, wanted = here.snapshot(), alone.snapshot()
+    assert merged.counters["tasks"] == wanted.counters["tasks"]
+    assert merged.counters["stage_idle_seconds"] == pytest.approx(wanted.counters["stage_idle_seconds"])
+    for name in ("bubble_ratio", "ready_tasks", "inflight_microbatches", "loss"):
+        assert merged.gauges[name] == wanted.gauges[name]
+    whole, counted = (found.histograms["step_duration_seconds"][()] for found in (wanted, merged))
+    assert counted.counts.tolist() == whole.counts.tolist()
+
+
 def test_scrapes_and_steps_at_the_same_time_lose_nothing(
     registry: CollectorRegistry, collector: PipelineCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
