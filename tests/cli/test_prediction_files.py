@@ -140,7 +140,7 @@ def test_a_file_says_hosts_devices_and_links(tmp_path: Path) -> None:
         ('devices = ["cpu:0"]', "devices = []", "devices of host 'b' must be a list of different names"),
         ('devices = ["cpu:0"]', 'devices = "cpu:0"', "hosts.1.devices: Input should be a valid tuple, got 'cpu:0'"),
         ('hosts = ["b", "a"]', 'hosts = ["b", "x"]', "a link joins two of the hosts a, b, got b and x"),
-        ("[[hosts]]", "[hosts", "is not TOML"),
+        ("[[hosts]]", "[hosts", "is not valid TOML"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, old: str, new: str, message: str) -> None:

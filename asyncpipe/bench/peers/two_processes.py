@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -41,7 +43,7 @@ _answers: dict[str, Callable[[], Any]] = {}
 @contextmanager
 def two_processes(case: Case, prepare: Prepare) -> Iterator[Ask]:
     """Start both ranks; they are gone behind the block."""
-    context, before = get_context("spawn"), set(active_children())
+    context, pids = get_context("spawn"), list[int]()
     pools = [ProcessPoolExecutor(1, context, _become, (rank, case, prepare)) for rank in range(2)]
 
     def ask(question: str) -> list[Any]:
@@ -50,13 +52,14 @@ def two_processes(case: Case, prepare: Prepare) -> Iterator[Ask]:
 
     try:
         with interrupts_blocked():
-            for pool in pools:
-                pool.submit(int)  # Which starts the process.
+            started = [pool.submit(os.getpid) for pool in pools]
+        pids += [each.result() for each in started]
         ask("prepare")
         yield ask
     finally:
-        for process in set(active_children()) - before:
-            process.kill()  # It holds nothing, and takes a while to end by itself.
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # The process holds nothing, and takes a while to end by itself.
         for pool in pools:
             pool.shutdown()
 
