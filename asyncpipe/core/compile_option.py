@@ -8,17 +8,19 @@ from typing import Any, Self
 
 from asyncpipe.errors import OptionError
 
-__all__ = ["CompileOption"]
+__all__ = ["CUDA_GRAPHS", "CompileOption"]
+
+CUDA_GRAPHS = "cudagraphs"
 
 _NO_TREES = (
     "keeps one set of buffers for CUDA graphs, which the next micro-batch would overwrite while this one waits for "
-    "its backward; use compile=True, or mode 'max-autotune-no-cudagraphs'"
+    f"its backward; use compile={CUDA_GRAPHS!r}, or mode 'max-autotune-no-cudagraphs'"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CompileOption:
-    """What each stage is compiled with; the fields are arguments of ``torch.compile``."""
+    """What each stage is compiled with; the fields but the last are arguments of ``torch.compile``."""
 
     fullgraph: bool = True
     """Whether a stage that is not one graph is an error. If not, graph breaks are warnings."""
@@ -27,6 +29,8 @@ class CompileOption:
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     options: Mapping[str, Any] | None = None
+    cuda_graphs: bool = False
+    """Whether nothing is compiled, and kernels are captured in CUDA graphs instead."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.fullgraph, bool):
@@ -35,8 +39,8 @@ class CompileOption:
             raise OptionError(f"compile: dynamic must be True, False or None, got {self.dynamic!r}")
         if not (callable(self.backend) or (isinstance(self.backend, str) and self.backend)):
             raise OptionError(f"compile: backend must be the name of a backend or a function, got {self.backend!r}")
-        if self.backend == "cudagraphs":
-            raise OptionError(f"compile: the backend 'cudagraphs' {_NO_TREES}")
+        if self.backend == CUDA_GRAPHS:
+            raise OptionError(f"compile: the backend {CUDA_GRAPHS!r} {_NO_TREES}")
         if self.options is not None and not isinstance(self.options, Mapping):
             raise OptionError(f"compile: options must be a dict for the backend, got {self.options!r}")
         if self.mode is not None:
@@ -56,7 +60,7 @@ class CompileOption:
 
     @classmethod
     def parse(cls, value: object) -> Self | None:
-        """The option that ``value`` means: a bool or arguments of ``torch.compile``.
+        """The option that ``value`` means: a bool, arguments of ``torch.compile``, or ``"cudagraphs"``.
 
         ``None`` where nothing is compiled. Raises ``OptionError``.
         """
@@ -64,10 +68,12 @@ class CompileOption:
             return None
         if value is True:
             return cls()
-        known = [each.name for each in fields(cls)]
+        if value == CUDA_GRAPHS:
+            return cls(cuda_graphs=True)
+        known = [each.name for each in fields(cls) if each.name != "cuda_graphs"]
         if not isinstance(value, Mapping):
             raise OptionError(
-                f"compile must be True, False or a dict of arguments for torch.compile "
+                f"compile must be True, False, {CUDA_GRAPHS!r}, or a dict of arguments for torch.compile "
                 f"({', '.join(known)}), got {value!r}"
             )
         if unknown := [key for key in value if key not in known]:
@@ -80,4 +86,6 @@ class CompileOption:
     @property
     def name(self) -> str:
         """What reports call it."""
+        if self.cuda_graphs:
+            return CUDA_GRAPHS
         return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "backend")

@@ -31,7 +31,10 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ INTERNALS = (
         "test_the_function_of_a_stage_calls_its_layers_and_all_hooks",
     ),
     Internals(
-        "utils._pytree.SUPPORTED_NODES utils._pytree.tree_leaves",
+        "utils._pytree.SUPPORTED_NODES utils._pytree.TreeSpec utils._pytree.tree_flatten utils._pytree.tree_leaves "
+        "utils._pytree.tree_unflatten",
         "nested values have the containers that torch and torch.export know",
         "test_containers_are_those_of_torch",
     ),

@@ -26,11 +26,12 @@ from asyncpipe.ops.execute.host_optimizer import on_host
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
+from asyncpipe.ops.model.cuda_graphs import StageCapturer
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.stage import Stage, StagedModel
-from asyncpipe.ops.model.stage_compiler import StageCompiler, check_compiler
+from asyncpipe.ops.model.stage_compiler import CallsStage, StageCompiler, check_compiler
 from asyncpipe.ops.model.stage_factory import StageFactory, build_stages
 from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.pipeline.graph_cache import GraphCache
@@ -120,6 +121,11 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     graph = graphs(options.microbatches, Phase.STEP, checkpoint, True)
     stages, ties = place(staged, graph.placement, devices)
     if compile_option is not None:
+        if compile_option.cuda_graphs and any(True for _ in ties.all()):
+            raise OptionError(
+                "compile='cudagraphs': parameters that stages on several devices share are brought to other memory in "
+                "each step, where captured kernels do not look; use compile=True"
+            )
         stages = [_compiled(stage, compile_option) for stage in stages]
     updated = {} if options.optimizer is None else _updated(stages, ties)
     optimizers = _make_optimizers(stages, updated, options.optimizer, hosted=options.optimizer_on_host)
@@ -154,8 +160,14 @@ def join_stages(model: StagedModel, devices: int, options: PipelineOptions) -> S
 
 def _compiled(stage: Stage, option: CompileOption) -> Stage:
     """``stage``, compiled if it is here."""
-    here = not stage.device.is_elsewhere
-    return replace(stage, compiler=StageCompiler(stage.index, stage.module, option)) if here else stage
+    if stage.device.is_elsewhere:
+        return stage
+    caller: CallsStage
+    if option.cuda_graphs:
+        caller = StageCapturer(stage.index, stage.module, stage.device.physical)
+    else:
+        caller = StageCompiler(stage.index, stage.module, option)
+    return replace(stage, compiler=caller)
 
 
 def _built_stages(

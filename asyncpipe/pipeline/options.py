@@ -83,10 +83,11 @@ class PipelineOptions(PoolOptions):
     (``StepResult.gradient_norms``)."""
     deferred_batch_norm: bool = False
     """Whether batch norms update their running statistics once per mini-batch, as the unsplit model does."""
-    compile: bool | Mapping[str, Any] = False
+    compile: bool | Mapping[str, Any] | Literal["cudagraphs"] = False
     """Whether each stage is compiled, in the process that has it: ``True``, or a dict of arguments for
-    ``torch.compile`` (``fullgraph``, ``dynamic``, ``backend``, ``mode``, ``options``). A stage that
-    is not one graph is an error, unless ``fullgraph`` is ``False``. ``Pipeline.compiled`` says what was compiled."""
+    ``torch.compile`` (``fullgraph``, ``dynamic``, ``backend``, ``mode``, ``options``). ``"cudagraphs"`` captures each
+    stage's kernels in CUDA graphs instead. A stage that is not one graph is an error, unless ``fullgraph`` is
+    ``False``. ``Pipeline.compiled`` says what was compiled."""
     nvtx: bool = False
     """Whether tasks are NVTX ranges, for Nsight Systems. ``torch.profiler`` sees their names anyway."""
     sample_memory: bool = False

@@ -123,7 +123,7 @@ def _checked_compile(value: object) -> object:
     try:
         CompileOption.parse(value)
     except OptionError as error:
-        rule = "must be true, false or a table of arguments for torch.compile"
+        rule = 'must be true, false, "cudagraphs", or a table of arguments for torch.compile'
         raise ValueError(f"{rule} ({error})") from None
     return value
 
@@ -251,8 +251,8 @@ class PipelineTable(StagesTable):
         default=_DEFAULTS["transport"], description='must be "shared_memory", "connection" or "nccl"'
     )
     """How tensors get from one worker to another. On a pool, whoever made the pool decides."""
-    compile: Annotated[bool | dict[str, Any], BeforeValidator(_checked_compile)] = False
-    """Whether stages are compiled: true, or a table of arguments for ``torch.compile``."""
+    compile: Annotated[bool | Literal["cudagraphs"] | dict[str, Any], BeforeValidator(_checked_compile)] = False
+    """Whether stages are compiled: true, "cudagraphs", or a table of arguments for ``torch.compile``."""
 
 
 class RayTable(StrictModel):

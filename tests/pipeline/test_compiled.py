@@ -283,7 +283,7 @@ def test_while_one_thread_compiles_no_other_runs_a_task_and_two_that_compile_tak
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("yes", "compile must be True, False or a dict"),
+        ("yes", "compile must be True, False, 'cudagraphs', or a dict"),
         ({"fullgraph": 1}, "fullgraph must be True or False"),
         ({"disable": True}, "'disable' cannot be given for stages.*compile=False"),
         ({"mode": "reduce-overhead"}, "the next micro-batch would overwrite"),
@@ -291,7 +291,7 @@ def test_while_one_thread_compiles_no_other_runs_a_task_and_two_that_compile_tak
         ({"mode": "default", "options": {}}, "mode or options, not both"),
         ({"backend": "nothing"}, "Invalid backend: 'nothing'"),
         ({"options": {"nothing": 1}}, "Unexpected optimization option nothing"),
-        ({"backend": "cudagraphs"}, "the next micro-batch would overwrite"),
+        ("cudagraphs", "needs CUDA devices, and 'cpu:0' is none"),
     ],
 )
 def test_what_cannot_be_right_is_refused_before_anything_runs(value: Any, says: str) -> None:

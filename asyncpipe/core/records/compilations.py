@@ -10,7 +10,7 @@ __all__ = ["Compilation", "CompiledStage", "compiled_stages"]
 
 
 class Compilation(NamedTuple):
-    """One call of a stage in which something was compiled."""
+    """One call of a stage in which something was compiled, or captured."""
 
     stage: int
     backend: str

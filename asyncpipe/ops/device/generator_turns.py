@@ -1,6 +1,6 @@
 """Turns at the default generator of an accelerator.
 
-CUDA's dropout and attention, cuDNN and the kernels of extensions draw from the default generator of the
+CUDA's dropout and attention, cuDNN, CUDA graphs and the kernels of extensions draw from the default generator of the
 device. A task therefore seeds it. Other threads may issue work to the same device: one at a time has the turn, while
 its task is issued, and gives the generator back in the state in which it was taken. All this is on the host, and
 nothing waits for the device.

@@ -25,7 +25,7 @@ from asyncpipe.ops.model.input_copies import InputCopies
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
-from asyncpipe.ops.model.stage_compiler import StageCompiler
+from asyncpipe.ops.model.stage_compiler import CallsStage
 from asyncpipe.ops.torch_internals import has_own_call, hooks_of, hooks_of_all_modules
 
 __all__ = ["CALLER", "OwnLoss", "Stage", "StageModule", "StagedModel", "has_hooks"]
@@ -124,5 +124,5 @@ class Stage:
     buffers: StageBuffers
     parameters: ParameterWatch
     outputs: OutputWatch
-    compiler: StageCompiler | None = None
+    compiler: CallsStage | None = None
     """What calls the module, if it is compiled."""

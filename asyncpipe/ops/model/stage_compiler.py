@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ from asyncpipe.ops.torch_internals import (
     tree_leaves,
 )
 
-__all__ = ["CallKind", "StageCompiler", "check_compiler"]
+__all__ = ["CallKind", "CallsStage", "Received", "StageCompiler", "check_compiler"]
 
 _logger = logging.getLogger(__name__)
 
@@ -66,6 +66,24 @@ class CallKind(NamedTuple):
     sizes: Sequence[int]
     """Of the micro-batches, if they differ."""
     batch_dim: int
+
+
+class CallsStage(Protocol):
+    """What calls one stage in the place of its module. Used on the threads that run the stage."""
+
+    compilations: list[Compilation]
+    """All so far; from any thread."""
+
+    def prepared(
+        self, tensors: Sequence[Tensor], kind: CallKind, microbatch: int, notes: list[Compilation]
+    ) -> AbstractContextManager[_Call]:
+        """What calls the stage with ``tensors``; inside, other tasks of the process wait if that compiles something.
+
+        ``notes`` gets what was compiled.
+        """
+
+    def retained(self) -> AbstractContextManager[None]:
+        """For a backward that keeps its graph. Raises ``BackwardError`` where none can."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,10 +123,7 @@ class StageCompiler:
     def prepared(
         self, tensors: Sequence[Tensor], kind: CallKind, microbatch: int, notes: list[Compilation]
     ) -> Iterator[_Call]:
-        """What calls the stage with ``tensors``; inside, other tasks of the process wait if that compiles something.
-
-        ``notes`` gets what was compiled.
-        """
+        """As ``CallsStage.prepared``."""
         compiled = self._of_kind(tensors, kind)
         shapes = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
         if shapes in compiled.shapes:
@@ -132,10 +147,7 @@ class StageCompiler:
         compiled.shapes.add(shapes)
 
     def retained(self) -> AbstractContextManager[None]:
-        """For a backward that keeps its graph: what the compiler has made checks once more when it runs.
-
-        Raises ``BackwardError`` on an accelerator.
-        """
+        """As ``CallsStage.retained``: what the compiler has made checks once more when it runs."""
         if any(parameter.device.type != "cpu" for parameter in self._module.parameters()):
             raise BackwardError(
                 "the graph of a compiled stage on an accelerator cannot be retained for another backward; give the "
@@ -263,7 +275,11 @@ def _inner_backend(option: CompileOption) -> Callable[[torch.fx.GraphModule, lis
 
 def check_compiler(option: CompileOption, devices: Sequence[Device]) -> None:
     """Raise ``OptionError`` unless this process can compile for its ``devices``."""
-    if option.backend != "inductor":
+    if option.cuda_graphs and (other := next((each for each in devices if each.physical.type != "cuda"), None)):
+        raise OptionError(
+            f"compile='cudagraphs' needs CUDA devices, and {other.name!r} is none; use compile=True, or leave it out"
+        )
+    if option.cuda_graphs or option.backend != "inductor":
         return
     kinds = {device.physical.type for device in devices}
     if "cpu" in kinds and not has_cpp_compiler():
