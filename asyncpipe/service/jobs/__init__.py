@@ -9,7 +9,7 @@
     run_outcome.py         how it ended, and the job's next state: pure
     isolation/             a run in a process of its own
     ended_jobs.py          what clients ask of jobs that have ended: retry, fork, delete
-    lost_state.py          says what is lost of a service's state, in place of beginning anew
+    lost_state.py          reports missing state at the start, so that no job restarts from scratch
     job_folder.py          the files of a job, when it begins, is copied or deleted
     active_jobs.py         the jobs that have not ended, and the requests of clients; the only place where a job changes
                            its state

@@ -132,7 +132,7 @@ class ActiveJobs:
         self.changed.set()
 
     def forget(self, record: JobRecord) -> None:
-        """Follow that a job, which had ended, is not in the store any more."""
+        """Follow the deletion of a job that had ended."""
         self._metrics.deleted(record.state)
 
     def _enqueue(self, record: JobRecord) -> None:

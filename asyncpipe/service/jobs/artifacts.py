@@ -7,7 +7,7 @@
     log.jsonl                     states, notes and snapshots: from the store
     trace.json, timeline.svg      the last steps of its last run, or of the one under way
 
-A name is looked up among those that there are and becomes no path. What is opened does not change any more: a
+A name is looked up among those that there are and becomes no path. An open artifact never changes: a
 snapshot's file is never written again, and stays readable while its snapshot is removed; all else is written into a
 file without a name, which ends with whoever reads it. So memory is bounded, parts that are read at different times fit
 together, and each has its SHA-256, by which a reader knows whether it is still the same.

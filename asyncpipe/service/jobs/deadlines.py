@@ -1,4 +1,4 @@
-"""Deadlines: a job that has not ended by then fails, whatever it does at that moment.
+"""Deadlines: a job that has not ended by its deadline fails, in whatever state it is.
 
 ::
 

@@ -6,7 +6,7 @@
     fork     any job ──▶ a new one, queued                  goes on from a copy of the other's snapshot
     delete   finished, failed, cancelled, quarantined ──▶   nothing of it is left
 
-A retry and a fork never begin anew by themselves where a snapshot was and is not any more; that has to be said.
+If the snapshots of a job are gone, a retry or a fork starts from scratch only with ``from_step=0``.
 """
 
 from __future__ import annotations

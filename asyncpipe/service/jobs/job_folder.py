@@ -115,7 +115,7 @@ def check_step(job: str, folder: Path, step: int | None, recorded: str | None) -
     """The step from which the job in ``folder`` can go on: ``step``, or the newest; 0 for its beginning.
 
     ``recorded`` is the last snapshot that the store was told of. Raises ``OptionError``: a job whose snapshots are gone
-    begins anew only if that is said.
+    starts from scratch only with step 0.
     """
     steps = snapshot_steps(folder)
     there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
@@ -169,7 +169,7 @@ def _copy_snapshot(snapshot: Path, to: Path, name: str) -> None:
                 shutil.copyfile(path, to / path.name)
 
 
-# What a kill has left
+# After a kill
 
 
 def tidy_folders(jobs: Path, known: Collection[str]) -> None:

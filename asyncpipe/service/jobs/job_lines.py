@@ -33,7 +33,7 @@ def log_change(before: JobState | None, record: JobRecord, *, is_retry: bool = F
 
 
 def log_recovered(record: JobRecord) -> None:
-    """The line about a job that the last service has left, asked or killed, and what it is now."""
+    """The line about a job that was unfinished when the previous service ended, with the state that it has now."""
     level = _LEVELS.get(record.state, logging.WARNING)
     _log(
         level, record, "recovered", f"is {record.state}{_from(record)}, as the last service has left it: {record.cause}"

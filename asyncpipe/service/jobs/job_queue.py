@@ -51,7 +51,7 @@ class JobQueue:
         insort(self._order, place)
 
     def discard(self, job: str) -> None:
-        """``job`` waits no more; nothing if it did not."""
+        """Remove ``job`` from the queue, if it is there."""
         if (found := self._jobs.pop(job, None)) is not None:
             del self._order[bisect_left(self._order, found[0])]
 

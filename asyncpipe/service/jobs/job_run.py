@@ -247,7 +247,7 @@ class JobRun:
         self._log.note(level, text)
 
     def waiting(self, reason: str | None) -> None:
-        """It waits for lost workers, or does not any more."""
+        """The run waits for lost workers, because of ``reason``, or goes on (``None``)."""
         if reason is not None and self.waits_for is None:
             self.noted(logging.WARNING, reason)
         self.waits_for = reason

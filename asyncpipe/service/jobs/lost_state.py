@@ -1,4 +1,4 @@
-"""Says what is lost of a service's state, before anything begins anew or an empty list is shown in its place.
+"""Reports missing state when a service starts. No job restarts from scratch because its state is missing.
 
 ::
 

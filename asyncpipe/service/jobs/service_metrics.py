@@ -86,7 +86,7 @@ class ServiceMetrics(Collector):
                     del self._failed[next(iter(self._failed))]
 
     def deleted(self, state: JobState) -> None:
-        """A job in ``state`` is there no more."""
+        """A job in ``state`` was deleted."""
         with self._lock:
             self._jobs[state] -= 1
 

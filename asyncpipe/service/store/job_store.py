@@ -278,7 +278,7 @@ class JobStore:
         """Write steps of ``job``, in increasing order, and notes and snapshots that are on disk.
 
         The first step of ``losses`` replaces all rows from that step on. What a running job has done follows from them:
-        its step, and its newest snapshot, before which nothing counts against it any more.
+        its step and its newest snapshot. A snapshot resets the counts of crashes and failures.
         """
 
         def change(db: sqlite3.Connection) -> None:
