@@ -7,7 +7,7 @@
                   ("stop",)  ("cancel",)          end after the step; end between two tasks
                   ("hosts", those to leave)
                   ("kept", number)                what was told before ("keep", number) is in the service's files
-    the process   RunStarted, StepProgress, WorkerChange, Seen
+    the process   RunStarted, StepProgress, WorkerChange, StepsSeen
                   ("entered", phase)  ("noted", level, text)  ("waiting", reason)  ("snapshot", step, path)
                   ("keep", number)
 """
@@ -21,7 +21,7 @@ from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.metrics.totals import Totals
 from asyncpipe.train.job_file import Job
 
-__all__ = ["Confines", "RunJob", "Seen"]
+__all__ = ["Confines", "RunJob", "StepsSeen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RunJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepsSeen:
     """What was seen of steps since it was told last, about once a second."""
 
     records: Sequence[StepRecord]

@@ -25,7 +25,7 @@ from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses, confines_of, crash, pickled
-from asyncpipe.service.jobs.isolation.messages import RunJob, Seen
+from asyncpipe.service.jobs.isolation.messages import RunJob, StepsSeen
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepListener, StepProgress, TrainingSummary
 from asyncpipe.train.run_orders import NoMoreStepsError, RunOrders
@@ -157,7 +157,7 @@ class ProcessRun:
                 figures = (message.loss, message.samples, message.tokens, message.seconds)
                 self._tell(StepListener, lambda each: each.training_step(*figures))
                 self._progress.stepped(message)
-            case Seen():
+            case StepsSeen():
                 self._collector.merge(message.totals)
                 for record in message.records:
                     self._tell(object, partial(_step_completed, record=record))

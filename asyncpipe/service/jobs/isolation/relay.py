@@ -16,7 +16,7 @@ from asyncpipe.core.records.worker_notes import WorkerChange
 from asyncpipe.errors import RemoteError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.workers.remote_errors import portable_error
-from asyncpipe.service.jobs.isolation.messages import Seen
+from asyncpipe.service.jobs.isolation.messages import StepsSeen
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 
 __all__ = ["Relay", "RelayedProgress"]
@@ -61,7 +61,7 @@ class Relay(PipelineCollector):
         while len(done) > 1 and sum(len(each.graph.tasks) for each in done) > TOLD_TASKS:
             del done[0]
         records = sorted([*done, *spoiled], key=lambda record: record.step)
-        self._send(Seen(records, self.drain(), self.hung()))
+        self._send(StepsSeen(records, self.drain(), self.hung()))
         return max(REPORT_SECONDS, REST * (thread_time() - began))
 
     def _portable(self, record: StepRecord) -> StepRecord:
