@@ -427,7 +427,7 @@ class RemoteStages(StagesHere):
 
 
 async def _all_answer(asked: Iterable[asyncio.Future[Any]]) -> None:
-    """Raise the first error; the loss of a worker rather than what others say of their edges to it."""
+    """Raise the first error; what has become of a worker rather than what others say of their edges to it."""
     loop = asyncio.get_running_loop()
     answered, left = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
     errors = _errors(answered)
@@ -436,7 +436,7 @@ async def _all_answer(asked: Iterable[asyncio.Future[Any]]) -> None:
         answered, left = await asyncio.wait(left, timeout=until - loop.time(), return_when=asyncio.FIRST_EXCEPTION)
         errors += _errors(answered)
     if errors:
-        raise next((error for error in errors if isinstance(error, WorkerLostError)), errors[0])
+        raise min(errors, key=lambda error: (isinstance(error, EdgeError), not isinstance(error, WorkerLostError)))
 
 
 def _errors(answered: Iterable[asyncio.Future[Any]]) -> list[BaseException]:

@@ -29,9 +29,10 @@ from asyncpipe import (
     trace,
 )
 from asyncpipe.core.engine.events import TaskCompleted
-from asyncpipe.errors import ArgumentTypeError, BatchError, OptionError, PipelineClosedError, WorkerLostError
+from asyncpipe.errors import ArgumentTypeError, BatchError, EdgeError, OptionError, PipelineClosedError, WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device, resolve_devices
+from asyncpipe.pipeline import remote_stages
 from asyncpipe.pipeline.workers import assign_workers, check_transport
 from asyncpipe.testing import InlineExecutor
 
@@ -290,6 +291,17 @@ async def test_two_pipelines_that_need_the_same_worker_start_it_once_and_one_tha
         await asyncio.gather(one.step(x, x), two.step(x, x))
         await one.aclose()
         await two.aclose()
+
+
+async def test_what_a_worker_raises_counts_more_than_what_others_say_of_their_edges_to_it():
+    """Though those may say it earlier; a loss counts most. Private: no test can hold up one worker's answer."""
+    loop = asyncio.get_running_loop()
+    for error in (RuntimeError("it cannot be had"), WorkerLostError("two", "exited with status 1")):
+        others, mine = loop.create_future(), loop.create_future()
+        others.set_exception(EdgeError("worker 1 went away while edges were connected"))
+        loop.call_later(0.01, mine.set_exception, error)
+        with pytest.raises(type(error)):
+            await remote_stages._all_answer([others, mine])
 
 
 def make_line():
