@@ -123,4 +123,4 @@ def test_training_leaves_a_table_for_services_alone(tmp_path, api, run):
     assert load_job(path).name == "charlm"
     path.write_text(JOB_FILE.replace("tags =", "tag ="))
     _, err = run("submit", str(path), status=2)
-    assert "service.tag: [service] may have tags, deadline" in err
+    assert "service.tag: did you mean 'tags'? [service] may have tags, deadline" in err
