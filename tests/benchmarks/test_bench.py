@@ -173,7 +173,7 @@ def test_only_compute_within_the_span_counts():
             self.start, self.end, self.task = start, end, Task(0, TaskKind.FORWARD, 0, 0, Lane("cpu:0", queue), 0)
 
     class Step:
-        origin, tasks = 10.0, [Time(0, 2), Time(3, 5), Time(7, 8), Time(0, 9, Queue.COPY)]
+        origin, tasks = 10.0, [Time(0, 2), Time(3, 5), Time(7, 8), Time(0, 9, Queue.COPY_IN)]
 
     assert sharing.compute_within([Step], 11, 14) == 2
     assert sharing.compute_within([Step], 15, 17) == 0
