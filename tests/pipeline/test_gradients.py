@@ -61,53 +61,6 @@ async def test_dropout_differs_between_steps_and_microbatches():
     assert not torch.equal(first, second)
 
 
-async def test_sum_reduction_is_the_sum(workload):
-    model, bare = workload.model(), workload.model()
-    nn.functional.mse_loss(bare(workload.x), workload.target, reduction="sum").backward()
-
-    def loss_fn(output, target):
-        return mse(output, target, reduction="sum")
-
-    devices = ["cpu:0", "cpu:1"]
-    async with Pipeline(model, devices, microbatches=5, loss_fn=loss_fn, loss_reduction="sum") as pipe:
-        await pipe.step(workload.x, workload.target)
-    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
-        assert (ours.grad - theirs.grad).abs().max() < 1e-10
-
-
-class _Pairs(nn.Module):
-    """Takes and returns nested values: a dict with tensors, an int tensor and a string."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6).double()
-
-    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
-        x = self.linear(value["x"])
-        return {"x": x, "more": [x.detach(), value["count"]], "count": value["count"] + 1, "name": value["name"]}
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_nested_values_cross_stages(mode):
-    torch.manual_seed(5)
-    model = nn.Sequential(_Pairs(), _Pairs(), _Pairs())
-    bare = nn.Sequential(*(m for m in model))
-    batch = {"x": torch.randn(7, 6, dtype=torch.float64), "count": torch.zeros(7, dtype=torch.long), "name": "a"}
-    mse(bare(batch)["x"], batch["x"]).backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    async with pipeline_of(model, mode) as pipe:
-        result = await pipe.step(batch, batch["x"])
-    assert all((p.grad - g).abs().max() < 1e-10 for p, g in zip(model.parameters(), wanted, strict=True))
-    assert result.outputs["name"] == ["a"] * 3
-    assert torch.equal(result.outputs["count"], torch.full((7,), 3))
-
-
-def pipeline_of(model: nn.Module, mode: str) -> Pipeline:
-    devices = ["cpu:0", "cpu:1", "cpu:2"]
-    return Pipeline(model, devices, microbatches=3, checkpoint=mode, loss_fn=lambda out, target: mse(out["x"], target))
-
-
 @pytest.mark.parametrize("mode", MODES)
 async def test_autocast_of_the_caller_holds_in_every_task(mode):
     torch.manual_seed(4)

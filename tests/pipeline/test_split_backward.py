@@ -169,17 +169,6 @@ async def test_dropout_autocast_scaler_and_counts(schedule):
         torch.testing.assert_close(gradients, found[0], rtol=1e-2, atol=1e-4)
 
 
-async def test_the_optimizer_inside_the_step_waits_for_w(workload):
-    plain, split = workload.model(), workload.model()
-    for model, schedule in ((plain, "1f1b"), (split, SCHEDULES[1])):
-        optimizer = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
-        async with pipeline(model, 2, schedule=schedule, **optimizer) as pipe:
-            for _ in range(3):
-                await pipe.step(workload.x, workload.target)
-    for ours, theirs in zip(split.parameters(), plain.parameters(), strict=True):
-        assert (ours - theirs).abs().max() < 1e-10
-
-
 # What is kept
 
 

@@ -70,7 +70,7 @@ async def test_a_caller_that_blocks_has_it_while_its_own_thread_has_it() -> None
     assert done == [1, 2]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 async def test_who_is_cancelled_while_it_waits_leaves_the_turn_to_the_next(seed: int) -> None:
     draw, turn, done = Random(seed), Turn(), []
     await drive(turn.acquired(nested=False))
