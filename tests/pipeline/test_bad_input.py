@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -139,10 +140,11 @@ class _Overwrites(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-async def test_a_stage_may_overwrite_what_it_receives(checkpoint, schedule):
+@pytest.mark.parametrize("layer", [_Overwrites, partial(nn.ReLU, inplace=True)], ids=["function", "module"])
+async def test_a_stage_may_overwrite_what_it_receives(checkpoint, schedule, layer):
     """Also what another stage has saved, of the caller or of the stage before: it owns a copy."""
-    model = nn.Sequential(_Overwrites(), nn.Linear(3, 3), nn.Sigmoid(), _Overwrites(), nn.Linear(3, 3))
-    mse(model[4](2 * model[2](model[1](2 * x))), y).backward()
+    model = nn.Sequential(_Overwrites(), nn.Linear(3, 3), nn.Sigmoid(), layer(), nn.Linear(3, 3))
+    mse(model[4](model[3](model[2](model[1](2 * x)).clone())), y).backward()
     wanted = [p.grad for p in model.parameters()]
     options = {"balance": [3, 2], "microbatches": 3, "schedule": schedule, "checkpoint": checkpoint}
     async with Pipeline(model, ["cpu:0", "cpu:1"], loss_fn=mse, **options) as pipe:
