@@ -230,7 +230,7 @@ class HungTaskError(HangError):
     Python cannot kill a thread, so the task may still run, on a thread that its device no longer uses. Its result is
     ignored, but until it returns it keeps its tensors alive and may write to those of the model. Therefore make a new
     model, from a snapshot. ``seconds`` is how long the task ran, ``expected`` its mean time in earlier steps (``None``
-    if that is not known).
+    if that is not known). In workers ``WorkerLostError`` and ``HangError`` say it, with the text of ``HangRoot``.
     """
 
     def __init__(

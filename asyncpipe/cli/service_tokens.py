@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncpipe.cli.arguments import add_command, moment
+from asyncpipe.service.token_roles import TokenRole, create_token, read_tokens, revoke_token
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-ROLES = ("read", "submit", "operate")
-
 
 def add_parser(commands: Subparsers) -> list[tuple[argparse.ArgumentParser, Run]]:
     """Add ``tokens`` and its commands to ``asyncpipe service``; their parsers, and what runs them."""
@@ -39,7 +38,7 @@ def add_parser(commands: Subparsers) -> list[tuple[argparse.ArgumentParser, Run]
     of_tokens = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     create = add_command(of_tokens, "create", _create.__doc__)
     create.add_argument("name", metavar="NAME", help="whom it is for, as ci or ada@example.org")
-    create.add_argument("--role", choices=ROLES, required=True, help="what it lets do")
+    create.add_argument("--role", choices=[role.value for role in TokenRole], required=True, help="what it lets do")
     text = "until when it is valid: 2026-12-01T08:00, or 90d from now (default: until it is revoked)"
     create.add_argument("--expires", type=moment, metavar="TIME", help=text)
     listing = add_command(of_tokens, "list", _list.__doc__)
@@ -47,9 +46,6 @@ def add_parser(commands: Subparsers) -> list[tuple[argparse.ArgumentParser, Run]
     revoke = add_command(of_tokens, "revoke", _revoke.__doc__)
     revoke.add_argument("name", metavar="NAME", help="its name")
     return [(create, _create), (listing, _list), (revoke, _revoke)]
-
-
-# Late imports: --help does not wait for them.
 
 
 def _create(args: argparse.Namespace, settings: FolderSettings) -> int:
@@ -60,8 +56,6 @@ def _create(args: argparse.Namespace, settings: FolderSettings) -> int:
     From the first token on, the service refuses requests without one, also from this machine, and also when all are
     revoked.
     """
-    from asyncpipe.service.token_roles import TokenRole, create_token
-
     secret, record = create_token(settings.folder, args.name, TokenRole(args.role), args.expires)
     print(f"token {record.name} may {record.role}; it is shown this once:", file=sys.stderr)
     print(secret)
@@ -71,7 +65,6 @@ def _create(args: argparse.Namespace, settings: FolderSettings) -> int:
 def _list(args: argparse.Namespace, settings: FolderSettings) -> int:
     """Show all tokens, without their secrets."""
     from asyncpipe.cli.tables import table
-    from asyncpipe.service.token_roles import read_tokens
 
     tokens = read_tokens(settings.folder) or ()
     if args.json:
@@ -95,8 +88,6 @@ def _revoke(args: argparse.Namespace, settings: FolderSettings) -> int:
     The service accepts no request with it from now on, also if it runs. What the token's holder has open, such as the
     events of a job, ends within a second. Jobs that were submitted with it go on. The name may be given again.
     """
-    from asyncpipe.service.token_roles import revoke_token
-
     record = revoke_token(settings.folder, args.name)
     print(f"revoked {record.name}, which could {record.role}")
     return 0

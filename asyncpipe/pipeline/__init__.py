@@ -6,7 +6,7 @@ Start with ``pipeline.py``, then follow a step:
 ``build.py``                          from model and options to the parts that all steps share
 ``graph_cache.py``                    lowered task graphs by shape
 ``step_inputs.py``                    what a step takes in, here and in a worker: a mini-batch, checked and cut
-``feeding.py``                        mini-batches that the pipeline's feed makes
+``feeding.py``                        prepares each step, with the caller's mini-batch or the feed's
 ``step.py``                           ``StepProtocol``: begin, run, finish or abandon; one whole step here
 ``steps.py``                          one step, or many that overlap, for callers that await and that block
 ``call.py``, ``call_backward.py``     ``y = pipe(x)``, whose loss and backward are the caller's

@@ -29,9 +29,9 @@ class EdgePaths:
         self._names = {numbers[name]: name for name in connections}
         self._numbers = numbers
         self._places = {numbers[name]: each.place for name, each in connections.items()}
-        between = "nccl" if transport == "nccl" else "connection"
+        between = "connection" if transport == "shared_memory" else transport
         self.transports = {pair: transport if self._is_local(pair) else between for pair in pairs}
-        """How tensors travel on each edge."""
+        """How tensors travel on each edge. Two machines share no memory, so there the edge's connection replaces it."""
         self.is_far = not all(map(self._is_local, pairs))
         """Whether some are between machines."""
 

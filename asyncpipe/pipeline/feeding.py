@@ -1,4 +1,4 @@
-"""The mini-batches of a pipeline's feed, by the numbers of its steps, wherever they are made."""
+"""Prepares every step, with the mini-batch of the caller or of the pipeline's feed; counts the steps of the feed."""
 
 from __future__ import annotations
 

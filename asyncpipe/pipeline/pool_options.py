@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, get_args
 
 from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.errors import OptionError
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from asyncpipe.runtime.executor import Executor
     from asyncpipe.runtime.workers.launcher import Launcher
 
-__all__ = ["CONTROLLERS_ONLY", "PoolOptions", "takes"]
+__all__ = ["CONTROLLERS_ONLY", "PoolOptions", "TransportName", "takes"]
 
 CONTROLLERS_ONLY = "controllers_only"
 """In the metadata of an option: the pool of a worker does not have it."""
+
+TransportName: TypeAlias = Literal["shared_memory", "connection", "nccl"]
+"""The names of the transports, which ``ops/edges/connect.py`` implements."""
 
 _Parameters = ParamSpec("_Parameters")
 _Self = TypeVar("_Self")
@@ -45,9 +48,7 @@ class PoolOptions:
     each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
     ``"ray"`` and ``"torchrun"`` are ``RayWorkers()`` and ``TorchrunWorkers()``, and any launcher (``Launcher``) may be
     given."""
-    transport: Literal["shared_memory", "connection", "nccl"] = field(
-        default="shared_memory", metadata={CONTROLLERS_ONLY: True}
-    )
+    transport: TransportName = field(default="shared_memory", metadata={CONTROLLERS_ONLY: True})
     """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` on one machine, and by
     the edge's own connection between two; by this ``"connection"`` everywhere; or by ``"nccl"`` from device to device,
     where each worker has one CUDA device. By the others, tensors of CUDA devices travel through the host."""
@@ -64,7 +65,7 @@ class PoolOptions:
         check_positive("intra_op_threads", self.intra_op_threads)
         if not isinstance(self.workers, Mapping):
             self._check_workers()
-        check_choice("transport", self.transport, ("shared_memory", "connection", "nccl"))
+        check_choice("transport", self.transport, get_args(TransportName))
         if not self.has_workers and self.transport != "shared_memory":
             raise OptionError(f"transport={self.transport!r} is for workers; leave it out, or use workers='processes'")
         if self.has_workers and self.executors is not None:

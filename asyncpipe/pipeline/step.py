@@ -1,7 +1,7 @@
 """How every step runs, wherever its stages are: ``StepProtocol``, and ``StepHere`` for those of this process.
 
-``PreparedStep`` is one whole training or evaluation step here, ``RemoteStep`` one in workers, ``PreparedCall`` the
-forward of a ``pipe(x)``. Everything here runs on the caller's thread.
+``PreparedStep`` is one whole training or evaluation step here, ``RemoteStep`` (``remote_step.py``) one in workers,
+``PreparedCall`` (``call.py``) the forward of a ``pipe(x)``. Everything here runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -51,25 +51,28 @@ class StepProtocol(ABC, Generic[_Execution, _Result]):
         self.graph = graph
 
     def run(self) -> Waiting[_Result]:
-        """Run the step on the pool's loop, for both kinds of callers."""
+        """Run the step on the pool's loop, for both kinds of callers. It follows no other: its ``Line`` is its own."""
         with self._abandoned_on_error():
             self._begin()
             execution = yield from whole(self._submit(Line()))
             return (yield from self.finish(execution))
 
     def start(self, line: Line[_Execution]) -> PortalCall[_Execution]:
-        """Begin it behind the last step of ``line``, whose run of steps sets the gradients aside, and restores them."""
+        """Begin it behind the last step of ``line``.
+
+        It leaves gradients alone: the ``StepRun`` that has the line sets them aside and restores them.
+        """
         with self._abandoned_on_error():
             self._begin(in_line=True)
             return self._submit(line)
 
     def finish(self, execution: _Execution) -> Waiting[_Result]:
-        """Its result; its last task is issued. If this raises, it is still to be abandoned."""
+        """Return the result. Call it when the last task is issued. If it raises, the caller must call ``abandon``."""
         try:
             return self._finish(execution)
         except RuntimeError as error:
             if is_device_error(error):
-                # One of the step's kernels failed after it was queued: the error of its task says which.
+                # A kernel failed after it was queued. ``completed()`` raises the error that names its task.
                 yield from self.tenancy.pool.on_loop(execution.completed())
             raise
 
@@ -96,11 +99,14 @@ class StepProtocol(ABC, Generic[_Execution, _Result]):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Undo what it did, and drop its tensors; nobody computes for it any more."""
+        """Undo what it did, and drop its tensors. Call it only when no device works on the step any more."""
 
 
 class StepHere(StepProtocol[Execution, _Result]):
-    """A step of stages in this process: its lanes begin behind what the caller has queued, whose streams follow it."""
+    """A step whose stages are in this process.
+
+    Its lanes wait for what the caller has queued; afterwards the caller's streams wait for the lanes.
+    """
 
     def __init__(
         self,
@@ -143,7 +149,10 @@ class PreparedStep(StepHere[StepResult]):
         tensors: StepTensors | None = None,
         crossings: Crossings | None = None,
     ) -> None:
-        """Changes nothing. In a worker ``graph`` is its part of the step, with the tables that ``crossings`` fills."""
+        """Changes nothing yet.
+
+        In a worker, ``graph`` is that worker's part of the step, and ``crossings`` puts what arrives into ``tensors``.
+        """
         # Without the mini-batch: each micro-batch is dropped when its last reader has taken it.
         self.inputs = inputs.emptied()
         self._has_set_gradients_aside = False
@@ -153,18 +162,18 @@ class PreparedStep(StepHere[StepResult]):
         super().__init__(parts, tenancy, graph or inputs.graph(parts), plan, tensors, inputs.context, crossings)
 
     @property
-    def _has_gradients(self) -> bool:
-        """Whether it sets gradients aside itself."""
+    def _guards_gradients(self) -> bool:
+        """Whether the step itself sets gradients aside; one in a line leaves that to its ``StepRun``."""
         return self.inputs.training and not self._in_line
 
     def _begin(self, *, in_line: bool = False) -> None:
         self._in_line = in_line
         resources = self.parts.resources
-        if self._has_gradients:
-            resources.guard.enter(self, self)
+        if self._guards_gradients:
+            resources.guard.enter(owner=self, member=self)
         resources.ties.refresh()
         self._tensors.caller_ready = self._fence.begin()
-        if self._has_gradients:
+        if self._guards_gradients:
             self._has_set_gradients_aside = True
             resources.guard.begin(self.parts.module.parameters())
 
@@ -188,7 +197,7 @@ class PreparedStep(StepHere[StepResult]):
 
     def _commit(self) -> None:
         """Keep what the step has left in gradients and buffers."""
-        if self._has_gradients:
+        if self._guards_gradients:
             with torch.no_grad():
                 # Parameters that were updated inside the step have no gradient any more.
                 normalize(self.parts.module.parameters(), self._tensors)

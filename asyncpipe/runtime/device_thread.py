@@ -7,7 +7,7 @@ same time (``arrivals.py``). A program that has to wait for another device gives
           ──▶ programs    ──▶ the first one that can go on runs, until it has to wait
           ──▶ messages    ──▶ a task of a program waits for one thing less
 
-A task is run in one way, whoever handed it over (``Work.run``).
+A task is run in one way, whoever handed it over (``DeviceWork._run``).
 """
 
 from __future__ import annotations

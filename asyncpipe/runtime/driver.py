@@ -1,8 +1,8 @@
 """The driver: passes events to the scheduler and the scheduler's commands to the executors, on one asyncio loop.
 
-Everything except ``_post`` and ``_open_gate`` runs on the loop's thread. Executor threads, and whoever opens gates,
-append events to an inbox, and wake the loop only if no wake-up is pending, so that one wake-up serves many events when
-tasks are short.
+Everything runs on the loop's thread, except ``_post``, ``_open_gate`` and the methods that say "From any thread".
+Executor threads, and whoever opens gates, append events to an inbox, and wake the loop only if no wake-up is pending,
+so that one wake-up serves many events when tasks are short.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ a component), ``training_loop`` (its steps, one by one) and ``overlapping_loop``
 
     entry, import_path                   find the entry's function and call it
     planning                             measures the model and chooses a pipeline
-    lasting_run, next_move, other_devices   goes on when workers are lost, on the devices that are left
+    lasting_run, next_move, other_devices   goes on when workers are lost, on the remaining devices
     run_orders                           what is asked of a run: to stop, another schedule, another share
     batches, randomness                  data and random numbers, with states that snapshots save
     adamw, evaluation                    the weight update, the held-out loss

@@ -56,7 +56,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -77,6 +77,7 @@ from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
 from asyncpipe.errors import JobFileError, OptionError
 from asyncpipe.pipeline.options import PipelineOptions
+from asyncpipe.pipeline.pool_options import TransportName
 from asyncpipe.runtime.workers.launcher import Launcher
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.train.validation import StrictModel, read_toml, set_key, wrong_keys
@@ -247,8 +248,8 @@ class PipelineTable(StagesTable):
     Gradients stay in the workers, so each stage is updated inside the step: a job with workers has
     ``training.overlap = true``. On a pool, whoever made the pool decides."""
     offload: Offload = _DEFAULTS["offload"]
-    transport: Literal["shared_memory", "connection", "nccl"] = Field(
-        default=_DEFAULTS["transport"], description='must be "shared_memory", "connection" or "nccl"'
+    transport: TransportName = Field(
+        default=_DEFAULTS["transport"], description=f"must be one of {', '.join(get_args(TransportName))}"
     )
     """How tensors get from one worker to another. On a pool, whoever made the pool decides."""
     compile: Annotated[bool | Literal["cudagraphs"] | dict[str, Any], BeforeValidator(_checked_compile)] = False

@@ -1,15 +1,18 @@
-"""A run that goes on when it loses workers: the same component as ``TrainingRun``, of which it makes one after another.
+"""A run that survives the loss of workers. It has the interface of ``TrainingRun``, and makes one for each attempt.
 
 ::
 
     TrainingRun ──▶ workers are lost ──▶ next_move ──▶ LOOK_AGAIN: wait, and try to start them
          ▲                                         ├─▶ GIVE_UP: HostLostError
-         │                                         └─▶ GO_ON, perhaps on the devices that are left
+         │                                         └─▶ GO_ON, perhaps on the remaining devices
          ├────────── from the newest snapshot ───────────┘
-         └── it stops after its step ◀── what was gone is back, or a host is to be left, or may be used again
+         └── it hands over after its step ◀── what was gone is back; a host was drained, or may be used again
 
-``[faults] lost_host`` of the job says what is done; ``next_move.py`` has the table. All runs use one pool, so workers
-that are not lost stay, and obey the same orders.
+``[faults] lost_host`` of the job says what is done; ``next_move.py`` has the table. All attempts use one pool, so
+workers that are not lost stay up. All attempts read the same ``RunOrders``.
+
+Three words: devices *remain* when others are lost; a host is *drained* when somebody wants jobs off it; an attempt
+*hands over* when it ends after its step, so that the next one goes on with other devices.
 """
 
 from __future__ import annotations
@@ -47,18 +50,19 @@ from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
-__all__ = ["HostsToLeave", "LastingRun"]
+__all__ = ["DrainedHosts", "LastingRun"]
 
 _logger = logging.getLogger(__name__)
 
 FAIL, SPLIT = "fail", "split"
+"""Values of ``lost_host``. The third is "wait"."""
 
 
-class HostsToLeave(Protocol):
-    """The hosts that jobs are to leave, as somebody else decides; of the loop on which runs are."""
+class DrainedHosts(Protocol):
+    """The hosts that jobs are to get off, as somebody else decides. Used on the loop of the runs."""
 
     def __contains__(self, unit: str) -> bool:
-        """Whether the host, or worker that names none, is to be left."""
+        """Whether this host is drained, or this worker if its devices name no host."""
 
     @property
     def others(self) -> Sequence[str]:
@@ -69,10 +73,11 @@ class HostsToLeave(Protocol):
 
 
 class LastingRun:
-    """One run of a job as its user sees it: ``await run()`` once. Arguments and errors are ``TrainingRun``'s.
+    """All attempts at a job until it has ended, one ``TrainingRun`` after another: ``await run()`` once.
 
-    ``leave`` are the hosts that the run is to leave after a step. Raises ``HostLostError`` if the run cannot go on, and
-    ``JobFileError`` if it is to go on and takes no snapshots.
+    Takes the arguments of ``TrainingRun`` except ``shared`` and ``place``. The run gets off the hosts in ``drained``
+    after a step. Raises the errors of ``TrainingRun``, ``HostLostError`` if the run cannot go on, and ``JobFileError``
+    if ``lost_host`` is not "fail" and the job takes no snapshots.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class LastingRun:
         observers: Sequence[Observer] = (),
         pool: DevicePool | None = None,
         orders: RunOrders | None = None,
-        leave: HostsToLeave | None = None,
+        drained: DrainedHosts | None = None,
     ) -> None:
         self._job = job
         self._make_workload = make_workload
@@ -94,15 +99,16 @@ class LastingRun:
         self._observers = observers
         self._pool, self._is_own = pool, False
         self.orders = RunOrders() if orders is None else orders
-        self._leave = leave
+        self._drained = drained
         self._losses = Losses()
         self._without: frozenset[str] = frozenset()
-        """The units that the run under way does without."""
+        """The units that the attempt under way does without."""
         self._costs = StepCosts()
         self._return_pause = 0.0
-        """Seconds after which what is gone is tried again; more each time that the run with it took no snapshot."""
+        """Seconds between two tries to start lost units: doubled when one is back, reset when workers are lost after a
+        snapshot."""
         self._changed = asyncio.Event()
-        """Set when there is an order, or other hosts are to be left."""
+        """Set when there is an order, or when a host is drained or undrained."""
         if job.faults.lost_host != FAIL and job.snapshots is None:
             key = f'faults.lost_host: "{job.faults.lost_host}"'
             raise job_file_error(job.path, f"{key} goes on from snapshots: name a folder in [snapshots]")
@@ -119,13 +125,13 @@ class LastingRun:
         self._loop = asyncio.get_running_loop()
         in_workers = self._job.pipeline.workers != "threads" if self._pool is None else self._pool.workers is not None
         try:
-            if not in_workers or (self._job.faults.lost_host == FAIL and self._leave is None):
+            if not in_workers or (self._job.faults.lost_host == FAIL and self._drained is None):
                 return await self._run.run()
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(self._own_pool())
                 stack.callback(self.orders.watch(self._changed.set))
-                if self._leave is not None:
-                    stack.callback(self._leave.watch(self._others_to_leave))
+                if self._drained is not None:
+                    stack.callback(self._drained.watch(self._drained_changed))
                 return await self._go_on()
         finally:
             self.orders.close()
@@ -138,7 +144,8 @@ class LastingRun:
         table = self._job.pipeline
         workers = self._job.pool_workers()
         if isinstance(workers, Mapping):
-            # A device that takes the place of a lost one has the name of a second one.
+            # If cpu:0 stands in for a lost device it is listed twice, and the second is called cpu:0#1.
+            # These names need workers, too.
             again = {f"{device}#{n}": name for device, name in workers.items() for n in range(1, len(table.devices))}
             workers = {**again, **workers}
         self._progress.entered("starting workers")
@@ -149,12 +156,12 @@ class LastingRun:
             self._pool, self._is_own = pool, True
             yield
 
-    # One run after the other
+    # One attempt after the other
 
     async def _go_on(self) -> TrainingSummary:
         while True:
             await self._until_one_may_be_used()
-            self._without = self._losses.gone | self._left_by_order()
+            self._without = self._losses.gone | self._drained_units()
             costs = StepCosts()
             run = self._run = self._make_run(costs)
             loss = None
@@ -168,7 +175,7 @@ class LastingRun:
                 self._learn(run, costs)
             if loss is not None:
                 await self._recover(loss, has_saved=run.saved > 0)
-            elif self.orders.stopping or not (summary.stopped and run.is_left):
+            elif self.orders.stopping or not (summary.stopped and run.is_handed_over):
                 return summary
 
     def _make_run(self, *observers: Observer) -> TrainingRun:
@@ -185,7 +192,7 @@ class LastingRun:
         )
 
     def _learn(self, run: TrainingRun, costs: StepCosts) -> None:
-        """Keep what the steps of a run have cost, and the schedule that it had; the next one resumes."""
+        """Keep the measured costs and the schedule of ``run`` for the next attempt, which resumes from a snapshot."""
         before, table = self._job.pipeline, run.job.pipeline
         if costs.steps:
             costs.balance = table.balance
@@ -199,7 +206,7 @@ class LastingRun:
             self._job = self._job.override("snapshots", resume=True)
 
     def _place(self, job: Job, workload: Workload) -> Job:
-        """The job on the devices that are left. In the run's thread."""
+        """The job on the remaining devices. In the run's thread."""
         gone = {device for device, unit in self._unit_of().items() if unit in self._without}
         why = None
         if job.faults.lost_host == SPLIT and job.pipeline.schedule != AUTO:
@@ -213,9 +220,8 @@ class LastingRun:
                 assert not isinstance(placed.pipeline.balance, str)
                 self._tell(f"split anew: {'-'.join(map(str, placed.pipeline.balance))} layers", placed)
                 return placed
-        others = (
-            () if self._leave is None else [each for each in self._leave.others if unit_of(each) not in self._leave]
-        )
+        drained = self._drained
+        others = () if drained is None else [each for each in drained.others if unit_of(each) not in drained]
         placed = moved(job, gone, others)
         self._tell("the stages stay as they are" + (f", since {why}" if why else ""), placed)
         return placed
@@ -238,7 +244,7 @@ class LastingRun:
             while not self.orders.stopping:
                 self._changed.clear()
                 await self.orders.follow(self._begin_with)
-                usable = frozenset(self._units() - self._left_by_order())
+                usable = frozenset(self._units() - self._drained_units())
                 missing = {} if loss.broken else await self._start(usable)
                 faults, now = self._job.faults, self._loop.time()
                 move = next_move(loss, losses, faults, usable=usable, missing=missing, looks=looks, now=now)
@@ -284,7 +290,7 @@ class LastingRun:
 
     @asynccontextmanager
     async def _those_that_return(self, run: TrainingRun) -> AsyncIterator[None]:
-        """Meanwhile, units that were gone are tried again; when one is back, the run stops after its step."""
+        """While ``run`` trains, try to start lost units. When one is back, ``run`` hands over after its step."""
         if not self._losses.gone:
             yield
             return
@@ -300,24 +306,24 @@ class LastingRun:
         while True:
             await asyncio.sleep(self._return_pause)
             if not run.saved:
-                continue  # It has not got anywhere without them.
-            tried = self._losses.gone - self._left_by_order()
+                continue  # This attempt has saved nothing yet: do not interrupt it.
+            tried = self._losses.gone - self._drained_units()
             missing = await self._start(tried)
             if back := tried - missing.keys():
                 self._losses = replace(self._losses, gone=self._losses.gone - back)
                 self._return_pause *= 2
                 self._note(f"{', '.join(sorted(back))} is back, and is used from the next step on")
-                run.leave()
+                run.hand_over()
                 return
 
-    # Hosts that are to be left
+    # Drained hosts
 
     async def _until_one_may_be_used(self) -> None:
-        """Wait while the job is to leave all its hosts, and may have no others."""
-        others = () if self._leave is None else self._leave.others
+        """Wait while every host of the job is lost or drained, and so is every other host that it might use."""
+        others = () if self._drained is None else self._drained.others
         try:
             while not self.orders.stopping and (units := self._units()):
-                without = self._losses.gone | self._left_by_order(others)
+                without = self._losses.gone | self._drained_units(others)
                 if {*units, *map(unit_of, others)} - without:
                     return
                 self._changed.clear()
@@ -327,21 +333,21 @@ class LastingRun:
         finally:
             self._progress.waiting(None)
 
-    def _others_to_leave(self) -> None:
+    def _drained_changed(self) -> None:
         self._changed.set()
-        if self._losses.gone | self._left_by_order() != self._without:
-            self._run.leave()
+        if self._losses.gone | self._drained_units() != self._without:
+            self._run.hand_over()
 
-    def _left_by_order(self, others: Sequence[str] = ()) -> frozenset[str]:
-        if self._leave is None:
+    def _drained_units(self, others: Sequence[str] = ()) -> frozenset[str]:
+        if self._drained is None:
             return frozenset()
-        return frozenset(unit for unit in {*self._units(), *map(unit_of, others)} if unit in self._leave)
+        return frozenset(unit for unit in {*self._units(), *map(unit_of, others)} if unit in self._drained)
 
     def _units(self) -> set[str]:
         return set(self._unit_of().values())
 
     def _unit_of(self) -> dict[str, str]:
-        """By device of the job, what is lost together with it; empty if there are not all of them here."""
+        """Map each device of the job to its unit: its host, or its worker. Empty if a device does not exist here."""
         assert self._pool is not None
         assert self._pool.workers is not None
         try:

@@ -1,4 +1,4 @@
-"""One run of a job as a component: a ``Job`` in, a ``TrainingSummary`` out, on any event loop.
+"""One attempt at a job, as a component: a ``Job`` in, a ``TrainingSummary`` out, on any event loop.
 
 ::
 
@@ -59,7 +59,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """One run of a job: ``await run()`` once, and ``orders.stop()`` on the same loop to end it early.
+    """One attempt at a job, which ends when it loses a worker: ``await run()`` once; ``orders.stop()`` ends it early.
 
     ``make_workload`` is called in the run's dedicated thread. Without a ``pool``, torch's global generators are seeded
     before; on a ``pool``, the workload draws the same numbers, but from a generator of the run. ``orders`` are what is
@@ -112,8 +112,8 @@ class TrainingRun:
         self._compiled: tuple[CompiledStage, ...] = ()
         self._resumed: ResumePoint | None = None
         self._scalars: Sequence[ScalarObserver] = ()
-        self.is_left = False
-        """Whether it was told to leave the job to another run."""
+        self.is_handed_over = False
+        """Whether it was told to end for another attempt."""
         self._finished: Path | None = None
         self.saved = 0
         """How many snapshots it has put on disk."""
@@ -123,12 +123,12 @@ class TrainingRun:
         """The job, with the schedule that the run has chosen or changed to."""
         return self._job
 
-    def leave(self) -> None:
-        """End as when it is stopped, for another run with the same orders to go on."""
-        self.is_left = True
+    def hand_over(self) -> None:
+        """End after the step, as when stopped, but leave the orders open: the next attempt goes on with them."""
+        self.is_handed_over = True
 
     def _is_stopping(self) -> bool:
-        return self.is_left or self.orders.stopping
+        return self.is_handed_over or self.orders.stopping
 
     def _look_at_share(self) -> None:
         if (share := self.orders.share) is None or share == self._share:
@@ -404,7 +404,7 @@ class TrainingRun:
         )
         self._note_overlap(pipe)
         await loop.run()
-        if not self.is_left:
+        if not self.is_handed_over:
             self.orders.close()
 
     def _optimizer(self, pipe: Pipeline, *, checks_on_device: bool) -> ClippedAdamW:

@@ -101,7 +101,7 @@ class HangRoot:
     """The name of the thread of the worker that is at fault, if that is known."""
 
     def __str__(self) -> str:
-        """One sentence, without a full stop."""
+        """One sentence, without a full stop. Of a task on a thread, ``HungTaskError`` has the text instead."""
         worker = f"worker {self.worker!r}"
         task = f"{self.task} on {self.device}"
         if self.state is HangState.COMPUTING:

@@ -56,6 +56,7 @@ class Costs:
 
 _FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE_KINDS, *COPY_KINDS)}
 """The field of ``Costs`` for each kind that has one."""
+_KINDS = " and ".join(", ".join(_FIELDS).rsplit(", ", 1))
 
 
 def parse_costs(text: str) -> Costs:
@@ -70,9 +71,7 @@ def parse_costs(text: str) -> Costs:
         try:
             field, cost = _FIELDS[TaskKind(kind.strip())], float(value)
         except (KeyError, ValueError):
-            raise OptionError(
-                f"--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and L, got {item!r}"
-            ) from None
+            raise OptionError(f"--costs takes KIND=NUMBER with the kinds {_KINDS}, got {item!r}") from None
         if not 0 <= cost < inf:
             raise OptionError(f"--costs must not be negative or infinite, got {item!r}")
         if field in given:

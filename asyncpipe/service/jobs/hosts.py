@@ -59,7 +59,7 @@ class WorkerStatus:
 
 
 class Hosts:
-    """The hosts of a service's pool; of the service's loop. Runs ask it what they are to leave (``HostsToLeave``)."""
+    """The hosts of a service's pool; of the service's loop. Runs ask it which are drained (``DrainedHosts``)."""
 
     def __init__(
         self, pool: DevicePool, devices: Sequence[str], jobs_in: Callable[[], Mapping[str, Sequence[str]]]

@@ -1,10 +1,10 @@
-"""One run of a job: a ``LastingRun`` whose progress goes to the job's log, the store, the live page and the metrics.
+"""A running job as the service sees it: it starts a ``Run`` and passes on what this reports.
 
 ::
 
-    LastingRun ─── stepped, noted ─▶ log ──batches──▶ store
-                ── snapshot ───────▶ log ──at once──▶ store      after the snapshot is on disk
-                ── ends ───────────▶ RunOutcome ──▶ next_state ──▶ the manager makes the transition
+    Run ────────── stepped, noted ─▶ log ──batches──▶ store
+     ────────── snapshot ───────▶ log ──at once──▶ store      after the snapshot is on disk
+     ────────── ends ───────────▶ RunOutcome ──▶ next_state ──▶ the manager makes the transition
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRACED_STEPS, TRACED_TASKS = 3, 20_000
 
 
 class Run(Protocol):
-    """``LastingRun``, or one in another process."""
+    """What trains: a ``LastingRun`` here, or a ``ProcessRun``, which has one in another process."""
 
     async def run(self) -> TrainingSummary:
         """Train to the end."""
@@ -53,7 +53,7 @@ MakeTrainer = Callable[..., Run]
 
 
 class JobRun:
-    """One run of a job; belongs to the service's loop. ``run`` is awaited once."""
+    """A running job as the service sees it, around the ``Run`` that trains. On the service's loop; ``run`` once."""
 
     def __init__(
         self,

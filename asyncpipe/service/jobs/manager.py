@@ -6,9 +6,10 @@
                              ▲                                                                                 │
                              └─────────────────────────────────────────────────────────────────────────────────┘
 
-All jobs train on one ``DevicePool``, on the event loop that opened the manager. If the store cannot record a transition
-(its disk is full), the manager tries again until it can or the service ends. The store then still says that the job
-runs, and the next start resumes it from its last snapshot, as after a kill.
+Jobs on threads train on one ``DevicePool``; with ``isolation = "process"`` each job has its own process. The manager
+stays on the event loop that opened it. If the store cannot record a transition (its disk is full), the manager tries
+again until it can or the service ends. The store then still says that the job runs, and the next start resumes it from
+its last snapshot, as after a kill.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ __all__ = ["Manager", "set_within"]
 _logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
-"""How long to wait before a failed store is tried again, and at most before a job is tried again."""
+"""Seconds before a failed store is tried again; also the longest wait before a failed job is tried again."""
 
 
 class Manager:
-    """Runs the jobs of ``store``; an async context manager, of the loop that opens it, that drains at its end."""
+    """Runs the jobs of ``store``. An async context manager, used on one loop. On exit it drains."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Manager:
         self._entries = entries
         self.processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None
         self._hung = 0
-        """Hangs that were found in processes of jobs."""
+        """Hangs that the watchdogs of jobs' processes have found."""
         self._make_trainer = make_trainer or (LastingRun if self.processes is None else self._process_run)
         self._retry_seconds = retry_seconds
         self._clock = clock
@@ -183,7 +184,10 @@ class Manager:
         return self.watchdog.hung + self._hung
 
     def outlook(self, job: str) -> Outlook:
-        """What is known of a job now beside its record, but for the time it has trained. On the loop."""
+        """What is known of a job now and is not in its record. The time that it has trained is not part of it.
+
+        On the loop.
+        """
         if (run := self.jobs.running.get(job)) is not None:
             return run.pace.outlook(run.waits_for)
         place = self.jobs.queue.before(job) + 1 if job in self.jobs.queue else None
@@ -228,9 +232,9 @@ class Manager:
         return Candidate(record.id, frozenset(record.devices), record.memory or 0, suspect)
 
     def _is_suspect(self, record: JobRecord) -> bool:
-        """Whether the service has died so often while it ran that the next time it is quarantined.
+        """Whether one more crash of the service during this job would put it into quarantine.
 
-        Not where jobs have processes: what one of these does takes no other job along.
+        Never true if jobs have their own processes: one that crashes harms no other job.
         """
         return self.processes is None and 0 < self.settings.max_attempts - 1 <= record.crashes
 
@@ -285,7 +289,7 @@ class Manager:
             _logger.exception("the end of a run of job %s could not be recorded; this is a bug in asyncpipe", job)
         finally:
             self.metrics.ended(job)
-            if self.jobs.running.get(job) is run:  # The store does not know it; the next start recovers the job.
+            if self.jobs.running.get(job) is run:  # The store still says "running": recovered at the next start.
                 del self.jobs.running[job]
             self.jobs.changed.set()
 
@@ -293,7 +297,7 @@ class Manager:
         if self.shutdown is not None:
             run.orders.stop()
         try:
-            return await run.run(self._make_trainer, make_workload, log, pool=self.pool, leave=self.hosts)
+            return await run.run(self._make_trainer, make_workload, log, pool=self.pool, drained=self.hosts)
         except Exception as error:
             _logger.exception("the run of job %s failed in asyncpipe's own code; this is a bug", run.record.id)
             return RunOutcome(RunEnding.FAILED_PERMANENTLY, f"{type(error).__name__}: {error}")

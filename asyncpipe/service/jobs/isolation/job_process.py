@@ -49,7 +49,7 @@ class _OneRun:
         self._progress = RelayedProgress(control.send)
         self._orders = RunOrders()
         self._task: asyncio.Task[TrainingSummary] | None = None
-        self._leave = _LeftHosts()
+        self._drained = _DrainedHosts()
         self._cancelling = False
 
     def handle(self, message: Any) -> Any:
@@ -66,14 +66,14 @@ class _OneRun:
                 if self._task is not None:
                     self._task.cancel()
             case ("hosts", hosts):
-                self._leave.set(hosts)
+                self._drained.set(hosts)
             case ("kept", number):
                 self._progress.kept(number)
         return None
 
     async def _train(self, message: RunJob) -> TrainingSummary:
-        self._leave.others = message.others
-        self._leave.set(message.left)
+        self._drained.others = message.others
+        self._drained.set(message.left)
         try:
             confine(message.confines)
             pool = DevicePool(workers=message.job.pool_workers(), worker_path=message.worker_path)
@@ -89,7 +89,7 @@ class _OneRun:
                 collector=self._relay,
                 pool=pool,
                 orders=self._orders,
-                leave=self._leave,
+                drained=self._drained,
             )
             self._task = task = asyncio.create_task(run.run(), name=f"asyncpipe job {message.job.name}")
             if self._cancelling:
@@ -109,8 +109,8 @@ class _OneRun:
             self._orders.close()
 
 
-class _LeftHosts:
-    """The hosts that the run is to leave, as the service says: its ``HostsToLeave``."""
+class _DrainedHosts:
+    """The hosts that are drained, as the service says: the run's ``DrainedHosts``."""
 
     def __init__(self) -> None:
         self.others: Sequence[str] = ()

@@ -50,7 +50,7 @@ class ProcessRun:
         collector: PipelineCollector,
         observers: Sequence[Observer],
         orders: RunOrders,
-        leave: Hosts,
+        drained: Hosts,
         **_: Any,
     ) -> None:
         """``hung`` is called with the number of hangs that the watchdog has found in the process."""
@@ -64,7 +64,7 @@ class ProcessRun:
         self._observers = list(observers)
         assert orders.share is not None
         self._orders, self._share = orders, orders.share
-        self._leave = leave
+        self._drained = drained
         self._process: WorkerConnection | None = None
         """While it is up."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,7 +72,7 @@ class ProcessRun:
     async def run(self) -> TrainingSummary:
         """As ``LastingRun.run``, but every error is an ``EndedElsewhereError``."""
         name, settings = self._share.job, self._processes.settings
-        unwatch = [self._leave.watch(self._tell_hosts), self._orders.watch(self._tell_orders)]
+        unwatch = [self._drained.watch(self._tell_hosts), self._orders.watch(self._tell_orders)]
         try:
             async with self._processes.process(f"job {name}", self._take) as process:
                 self._progress.noted(logging.INFO, f"runs in a process of its own, {process.pid}")
@@ -84,8 +84,8 @@ class ProcessRun:
                     confines_of(settings, self._job, is_background=self._share.background),
                     (settings.watchdog_factor, settings.watchdog_floor),
                     self._processes.worker_path,
-                    tuple(self._leave.others),
-                    self._leave.left,
+                    tuple(self._drained.others),
+                    self._drained.left,
                 )
                 return await self._answer(asyncio.ensure_future(process.ask(message)))
         finally:
@@ -94,7 +94,7 @@ class ProcessRun:
             for each in unwatch:
                 each()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._leave.forget(name)
+            self._drained.forget(name)
 
     async def _answer(self, asked: asyncio.Future[TrainingSummary]) -> TrainingSummary:
         try:
@@ -127,7 +127,7 @@ class ProcessRun:
                 self._process.send(message)
 
     def _tell_hosts(self) -> None:
-        self._send("hosts", self._leave.left)
+        self._send("hosts", self._drained.left)
 
     def _tell_orders(self) -> None:
         if self._orders.stopping:
@@ -164,7 +164,7 @@ class ProcessRun:
                 self._hung(message.hung - self._hangs)
                 self._hangs = message.hung
             case WorkerChange():
-                self._leave.tell(self._share.job, message)
+                self._drained.tell(self._share.job, message)
                 self._tell(WorkerWatcher, lambda each: each.worker_changed(message))
             case RunStarted():
                 self._progress.started(message)
