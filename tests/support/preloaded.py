@@ -190,8 +190,19 @@ def spawn(
     arguments = (title, numbers, dict(environment), os.getcwd())
     process = preloaded_context().Process(target=_become_worker, args=arguments, daemon=True)
     process.start()
-    process.wait = process.join  # type: ignore[attr-defined]
-    return process
+    return _Worker(process)
+
+
+class _Worker:
+    """A process whose descriptors are closed when somebody has waited for it."""
+
+    def __init__(self, process: Any) -> None:
+        self.pid: int = process.pid
+        self._process = process
+
+    def wait(self) -> None:
+        self._process.join()
+        self._process.close()
 
 
 # In the child
