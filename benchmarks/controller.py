@@ -148,7 +148,8 @@ def show(figures: Figures) -> str:
             mb = (f"{row[name] / 1e6:.0f} MB" for name in ("worker_rss", "worker_pss"))
             times = f"{row['step_seconds'] * 1e3:.0f} ms", f"{row['first_cpu_seconds'] * 1e3:.0f} ms of CPU"
             of_workers.append([*cells, f"{row['worker_us']:.0f} µs", *times, *mb])
-    return "\n".join([*lines, *table(rows), "", *table(of_workers)])
+    workers = ["", *table(of_workers)] if of_workers[1:] else []
+    return "\n".join([*lines, *table(rows), *workers])
 
 
 class _Watcher:

@@ -28,7 +28,7 @@ def test_a_controller_is_measured_with_workers_that_answer_at_once() -> None:
     assert all(row["observed_us"] > 0 for row in figures["rows"])
     once, grown = figures["rows"][2:]
     assert grown["journal_bytes"] == pytest.approx(4 * once["journal_bytes"], rel=0.1)
-    assert len(controller.show(figures).splitlines()) == 11
+    assert len(controller.show(figures).splitlines()) == 8
 
 
 def test_the_cases_grow_one_number_of_workers() -> None:
