@@ -75,7 +75,7 @@ async def test_a_device_begins_the_next_step_while_another_ends_the_one_before(d
         def work():
             if (number, task.id) == (1, "F(0,0)"):
                 begun.set()
-            assert (number, task.id) != (0, "U(1)") or begun.wait(30), "it waits"
+            assert (number, task.id) != (0, "W(3,1)") or begun.wait(30), "it waits"
 
         return work
 
