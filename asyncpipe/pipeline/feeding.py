@@ -71,13 +71,13 @@ class Feeding:
             )
         return self._prepared(made, NO_TARGET, replace(options, is_fed=True))
 
-    def done(self, step: Step) -> None:
+    def step_done(self, step: Step) -> None:
         """The oldest step is done."""
         if step.inputs.options.is_fed:
             self._next += 1
             self._begun -= 1
 
-    def back(self) -> None:
+    def give_up_prepared(self) -> None:
         """The steps that are not done will not be: the next one gets the mini-batch of the first of them."""
         self._begun = 0
 

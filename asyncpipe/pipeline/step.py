@@ -69,7 +69,7 @@ class StepProtocol(ABC, Generic[_Execution, _Result]):
     def finish(self, execution: _Execution) -> Waiting[_Result]:
         """Return the result. Call it when the last task is issued. If it raises, the caller must call ``abandon``."""
         try:
-            return self._finish(execution)
+            return self._finish(execution)  # This is a generator for what ``except`` waits for alone.
         except RuntimeError as error:
             if is_device_error(error):
                 # A kernel failed after it was queued. ``completed()`` raises the error that names its task.

@@ -95,9 +95,9 @@ def one_step(
             prepared = yield from feeding.prepare(x, target, options)
             result = yield from prepared.run()
         except BaseException:
-            feeding.back()
+            feeding.give_up_prepared()
             raise
-        feeding.done(prepared)
+        feeding.step_done(prepared)
         return result
     finally:
         tenancy.turn.release()
@@ -126,7 +126,7 @@ class StepRun:
         """Run ``step`` from its begin to its end, while no other is under way."""
         self.check()
         result = yield from step.run()
-        self.feeding.done(step)
+        self.feeding.step_done(step)
         return result
 
     def check(self) -> None:
@@ -175,7 +175,7 @@ class StepRun:
         """The result of the oldest step, when it is issued."""
         step, call = self.under_way[0]
         result: StepResult = yield from step.finish((yield call))
-        self.feeding.done(step)
+        self.feeding.step_done(step)
         self.under_way.popleft()
         if not self.under_way:
             self._close()
@@ -296,7 +296,7 @@ def results(run: StepRun, source: Any, *, blocking: bool) -> _Next:
         yield from run.abort()
         raise
     finally:
-        run.feeding.back()
+        run.feeding.give_up_prepared()
     if failed is not None:
         raise failed
 

@@ -77,7 +77,7 @@ class Hosts:
         return unit in self._drained
 
     @property
-    def left(self) -> frozenset[str]:
+    def units(self) -> frozenset[str]:
         """All hosts that are drained."""
         return frozenset(self._drained)
 

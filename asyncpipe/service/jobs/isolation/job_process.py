@@ -73,7 +73,7 @@ class _OneRun:
 
     async def _train(self, message: RunJob) -> TrainingSummary:
         self._drained.others = message.others
-        self._drained.set(message.left)
+        self._drained.set(message.drained)
         try:
             confine(message.confines)
             pool = DevicePool(workers=message.job.pool_workers(), worker_path=message.worker_path)

@@ -51,8 +51,8 @@ class RunJob:
     worker_path: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     """Devices that the job may have in the place of its own."""
-    left: frozenset[str] = frozenset()
-    """The hosts that are to be left now."""
+    drained: frozenset[str] = frozenset()
+    """The hosts that are drained now."""
 
 
 @dataclass(frozen=True, slots=True)

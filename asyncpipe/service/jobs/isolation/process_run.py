@@ -85,7 +85,7 @@ class ProcessRun:
                     (settings.watchdog_factor, settings.watchdog_floor),
                     self._processes.worker_path,
                     tuple(self._drained.others),
-                    self._drained.left,
+                    self._drained.units,
                 )
                 return await self._answer(asyncio.ensure_future(process.ask(message)))
         finally:
@@ -127,7 +127,7 @@ class ProcessRun:
                 self._process.send(message)
 
     def _tell_hosts(self) -> None:
-        self._send("hosts", self._drained.left)
+        self._send("hosts", self._drained.units)
 
     def _tell_orders(self) -> None:
         if self._orders.stopping:
