@@ -77,7 +77,7 @@ show = markdown(
 )
 
 
-class _Job:
+class _SharingJob:
     """A pipeline, and the reports of its steps."""
 
     def __init__(self, pool: DevicePool, model: nn.Sequential, devices: int, x: torch.Tensor, **options: Any) -> None:
@@ -127,7 +127,7 @@ def _end(report: Report) -> float:
 async def _weights(size: SharingSize, progress: Progress) -> Figures:
     async with DevicePool() as pool:
         light, heavy = (
-            _Job(
+            _SharingJob(
                 *(pool, mlp(size.width, 8, nn.Tanh), 2, torch.randn(256, size.width)),
                 share=Share(f"weight {weight:g}", weight=weight),
                 microbatches=8,
@@ -159,9 +159,9 @@ async def _background(size: SharingSize, progress: Progress) -> Figures:
     turns: dict[bool, list[list[Report]]] = {False: [], True: []}
     async with DevicePool(executors=lambda device: _SharedDevice(device, costs)) as pool:
 
-        def job(microbatches: int, **options: Any) -> _Job:
+        def job(microbatches: int, **options: Any) -> _SharingJob:
             model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(DEVICES))), torch.randn(microbatches, 4)
-            return _Job(pool, model, DEVICES, x, microbatches=microbatches, checkpoint="never", **options)
+            return _SharingJob(pool, model, DEVICES, x, microbatches=microbatches, checkpoint="never", **options)
 
         front = job(MICROBATCHES, schedule="1f1b")
         # As a hint any ready task may run. In 1F1B's strict order the background would have bubbles of its own.

@@ -49,7 +49,7 @@ class _OneRun:
         self._progress = RelayedProgress(control.send)
         self._orders = RunOrders()
         self._task: asyncio.Task[TrainingSummary] | None = None
-        self._drained = _DrainedHosts()
+        self._drained = _HostsAsTold()
         self._cancelling = False
 
     def handle(self, message: Any) -> Any:
@@ -109,7 +109,7 @@ class _OneRun:
             self._orders.close()
 
 
-class _DrainedHosts:
+class _HostsAsTold:
     """The hosts that are drained, as the service says: the run's ``DrainedHosts``."""
 
     def __init__(self) -> None:
