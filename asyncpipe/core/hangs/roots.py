@@ -6,7 +6,7 @@ to a place that waits for nothing: the root. Everything else waits for it, direc
     cpu:0   B(0,0) ──waits for──▶ B(0,1) on cpu:1 ──message was sent, did not come──▶ the link from b to a
     cpu:2   F(5,2) ──waits for──▶ F(5,1) on cpu:1 ──its message has no credit──▶ cpu:2's F(4,2) ──▶ computes
 
-What is known is what workers say of themselves (``worker_reports.py``), and who of them does not answer. Nothing here
+What is known is what workers say of themselves (``reports.py``), and who of them does not answer. Nothing here
 has a clock, or decides what is done about the root.
 """
 
