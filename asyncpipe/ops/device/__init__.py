@@ -15,10 +15,10 @@ Imports ``asyncpipe.core`` and torch, and no other folder of ``asyncpipe.ops``. 
 - ``memory``: bytes that a device has, holds and has held;
 - ``intra_op_threads``: how many threads a CPU stage computes with.
 
-A new type of device needs its name in ``devices.ACCELERATORS``, in the pattern of device names that the service accepts
-(``asyncpipe/service/settings/setting_types.py``), and its generators' states in snapshots
+A new type of device needs its name in ``devices.ACCELERATORS``, in the pattern of device names that the service
+accepts (``asyncpipe/service/settings/setting_types.py``), and its generators' states in snapshots
 (``asyncpipe/train/randomness.py``). Some places name CUDA and would leave it out: ``--device-type``
-(``asyncpipe/cli/train.py``), the memory limit of a job's process (``asyncpipe/service/jobs/isolation/confines.py``), the
-retry of a failed step (``asyncpipe/train/step_failures.py``), and the devices that a worker sees
+(``asyncpipe/cli/train.py``), the memory limit of a job's process (``asyncpipe/service/jobs/isolation/confines.py``),
+the retry of a failed step (``asyncpipe/train/step_failures.py``), and the devices that a worker sees
 (``asyncpipe/runtime/workers/agent.py`` and ``ray_workers.py``). Everything else asks ``torch.get_device_module``.
 """
