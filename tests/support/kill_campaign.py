@@ -21,7 +21,7 @@ from killing import FINAL, Served, Told, Watch, curve, make_folder, newest_step,
 
 from asyncpipe.service.client import ApiError, JobClient, UnreachableError
 
-__all__ = ["Kills", "kill_again_and_again"]
+__all__ = ["PROCESS_KILLED", "Kills", "kill_again_and_again"]
 
 MOST_STEPS = 15
 """Between a start and a kill that is aimed at a step."""
@@ -46,6 +46,7 @@ def job(kind: str, steps: int) -> dict[str, Any]:
 AIMS = ("snapshot", "process", "starting", "step", "request", "process", "recovering", "snapshot", "request", "process")
 """At what the kills are aimed, in turn; every other one at a service whose jobs have processes."""
 ISOLATION = ("thread", "process")
+PROCESS_KILLED = "the process of a job was killed, and the service was not"
 
 
 class Campaign:
@@ -152,7 +153,7 @@ class Campaign:
         job = self.chance.choice(sorted(before))
         with suppress(ProcessLookupError):  # It has just ended by itself.
             os.kill(before[job], signal.SIGKILL)
-            self.moments["the process of a job was killed, and the service was not"] += 1
+            self.moments[PROCESS_KILLED] += 1
         poll("another process", lambda: self._is_idle() or job_processes(served.process.pid).get(job) != before[job])
 
     def _request(self, client: JobClient) -> None:
@@ -249,15 +250,21 @@ def uninterrupted(folder: Path, steps: int) -> dict[str, str]:
 
 
 def job_processes(service: int) -> dict[str, int]:
-    """The processes of the jobs of ``service``, by the job's id."""
+    """The processes of the jobs of ``service``, by the job's id: children of its fork server, whoever started that."""
     found = {}
-    for parent in children(service):
-        for pid in children(parent):
-            with suppress(OSError):
-                title = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")[-1].decode()
-                if title.startswith("job "):
-                    found[title.removeprefix("job ")] = pid
+    for server in Path("/proc").iterdir():
+        if server.name.isdigit() and title(int(server.name)) == f"fork server of {service}":
+            for pid in children(int(server.name)):
+                if (name := title(pid)).startswith("job "):
+                    found[name.removeprefix("job ")] = pid
     return found
+
+
+def title(pid: int) -> str:
+    """The last argument of a process, by which it is listed."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")[-1].decode(errors="replace").strip()
+    return ""
 
 
 def children(pid: int) -> Iterator[int]:
@@ -303,6 +310,7 @@ def kill_again_and_again(folder: Path, kills: int, seed: int) -> Kills:
     snapshots = campaign.told.check_snapshots(campaign.state / "jobs", {"charlm", "extra"})
     log = (campaign.folder / "stderr").read_text(encoding="utf-8")
     assert "Traceback" not in log, log[-5000:]
+    assert kills < len(AIMS) or PROCESS_KILLED in campaign.moments, "no process of a job was found"
     return Kills(campaign.moments, len(campaign.told.jobs), campaign.redone, tensors, campaign.events, snapshots)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kill_campaign import kill_again_and_again
+from kill_campaign import PROCESS_KILLED, kill_again_and_again
 
 from tests.campaigns.service import Row
 
@@ -18,7 +18,7 @@ def run(folder: Path) -> list[Row]:
     """One row."""
     kills, seed = int(os.environ.get("ASYNCPIPE_KILLS", "12")), int(os.environ.get("ASYNCPIPE_KILL_SEED", str(SEED)))
     done = kill_again_and_again(folder, kills, seed)
-    processes = sum(count for moment, count in done.moments.items() if "process of a job" in moment)
+    processes = done.moments[PROCESS_KILLED]
     killed = f"{done.moments.total() - processes} of the service, {processes} of processes; {done.jobs} jobs"
     figure = f"{killed}: {done.tensors} tensors and all losses bit-equal; "
     figure += f"{done.events} events and {done.snapshots} snapshots are there"
