@@ -250,14 +250,20 @@ def uninterrupted(folder: Path, steps: int) -> dict[str, str]:
 
 
 def job_processes(service: int) -> dict[str, int]:
-    """The processes of the jobs of ``service``, by the job's id: children of its fork server, whoever started that."""
-    found = {}
-    for server in Path("/proc").iterdir():
-        if server.name.isdigit() and title(int(server.name)) == f"fork server of {service}":
-            for pid in children(int(server.name)):
-                if (name := title(pid)).startswith("job "):
-                    found[name.removeprefix("job ")] = pid
-    return found
+    """The processes of the jobs of ``service``, by the job's id."""
+    titles = {pid: title(pid) for server in children(service) for pid in children(server)}
+    return {name.removeprefix("job "): pid for pid, name in titles.items() if name.startswith("job ")}
+
+
+def children(pid: int) -> Iterator[int]:
+    """The children of a process, and its fork server, which a test starts from a preloaded process."""
+    own = set()
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                own |= {*map(int, (task / "children").read_text().split())}
+    listed = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    yield from own | {each for each in listed if title(each) == f"fork server of {pid}"}
 
 
 def title(pid: int) -> str:
@@ -265,14 +271,6 @@ def title(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")[-1].decode(errors="replace").strip()
     return ""
-
-
-def children(pid: int) -> Iterator[int]:
-    """The children of a process."""
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                yield from map(int, (task / "children").read_text().split())
 
 
 class Kills(NamedTuple):
