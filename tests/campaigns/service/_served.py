@@ -34,7 +34,6 @@ port = 0
 metrics_port = "none"
 devices = ["cpu:0", "cpu:1"]
 token_file = "token"
-log_level = "warning"
 [entries."charlm:build"]
 """
 
@@ -61,7 +60,7 @@ def serve(folder: Path, *options: str) -> Iterator[RealService]:
     (folder / "service.toml").write_text(SETTINGS)
     (token := folder / "token").write_text(TOKEN)
     token.chmod(0o600)
-    with serving(folder, *options) as served:
+    with serving(folder, "--log-level", "warning", *options) as served:
         served.line("ready: ")
         assert served.url is not None
         yield RealService(served.process, served.url)

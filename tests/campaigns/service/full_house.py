@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -31,8 +32,9 @@ AT_ONCE = 100
 
 async def fill(path: Path, ended: int, queued: int) -> None:
     """A store at ``path`` with so many jobs, as a year leaves them."""
-    chance, at = random.Random(0), time.time() - 365 * 86400
-    async with JobStore(path, clock=lambda: at) as store:
+    # No two things happen at once: jobs of one instant would be queued by their ids, and listed by their numbers.
+    chance, times = random.Random(0), itertools.count(time.time() - 365 * 86400, 200.0)
+    async with JobStore(path, clock=lambda: next(times)) as store:
 
         async def add(number: int) -> None:
             entry = STUCK if number == ended else "charlm:build"
@@ -45,7 +47,6 @@ async def fill(path: Path, ended: int, queued: int) -> None:
                 await store.transition(record.id, to, cause)
 
         for first in range(0, ended + queued, AT_ONCE):
-            at += 500 * AT_ONCE
             await asyncio.gather(*(add(number) for number in range(first, min(first + AT_ONCE, ended + queued))))
 
 
