@@ -211,6 +211,8 @@ class _Worker:
 def _run(start: dict[str, Any], out: int, err: int) -> None:
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     fork_server.spawn = spawn
+    # The one that has forked this process forks its workers' fork servers, too; it would start another one.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined, method-assign]
     _place({1: out, 2: err})
     _open_standard_files(os.open(os.devnull, os.O_RDONLY))
     os.environ.clear()
