@@ -3,13 +3,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint node dashboards docs bench campaigns soak differential architectures padding faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
+.PHONY: train test long lint node dashboards docs bench campaigns soak differential architectures padding faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
 
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+# The tests that `make test` skips as long ones.
+long: .venv/installed
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m long
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -73,13 +77,13 @@ hangs: .venv/installed
 	$(BIN)/python -m tests.campaigns hangs --cases $(or $(HANGS),200) --seed $(SEED)
 
 kill-service: .venv/installed
-	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) tests/service/test_service_killed.py
+	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) -m long tests/service/test_service_killed.py
 
 kill-store: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),1000) $(CAMPAIGN) tests/service/store/test_store_killed.py
 
 kill-run: .venv/installed
-	ASYNCPIPE_KILLS=$(or $(KILLS),20) $(CAMPAIGN) tests/cli/test_train.py
+	ASYNCPIPE_KILLS=$(or $(KILLS),20) $(CAMPAIGN) -m long tests/cli/test_train.py
 
 package: .venv/installed
 	$(BIN)/python -m tests.campaigns packaging $(if $(TORCH),--torch $(TORCH))

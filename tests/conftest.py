@@ -47,8 +47,12 @@ def pytest_configure() -> None:
     runner._update_current_test_var = lambda *_: None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of the CUDA paths, with a reason, if there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests of the CUDA paths, with a reason, if there is no CUDA device; and long ones, unless asked for."""
+    if "long" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("long") is not None:
+                item.add_marker(pytest.mark.skip(reason="takes long: `make long` runs it"))
     on_cuda = [item for item in items if item.get_closest_marker("cuda") is not None]
     if not on_cuda:
         return

@@ -287,6 +287,7 @@ def test_a_job_that_shares_its_devices_waits_for_the_other_one_and_not_for_dispa
 # Alerts
 
 
+@pytest.mark.long
 def test_each_fault_trips_its_alert_and_a_healthy_run_none(watching: Prometheus) -> None:
     def of_jobs() -> set[tuple[str, str, str]]:
         return {alert for alert in watching.firing() if alert[1] in JOB_ALERTS}
@@ -296,6 +297,7 @@ def test_each_fault_trips_its_alert_and_a_healthy_run_none(watching: Prometheus)
     assert of_jobs() == wanted
 
 
+@pytest.mark.long
 def test_alerts_say_where(watching: Prometheus) -> None:
     def says(job: str, alert: str) -> str:
         found = watching.get("alerts")["alerts"]

@@ -22,6 +22,8 @@ from prometheus import Prometheus, poll, running
 from asyncpipe.service.client import JobClient
 from dashboards import rules
 
+pytestmark = pytest.mark.long
+
 CHARLM = Path(__file__).parents[2] / "examples" / "charlm"
 WINDOW = "5s"
 PATIENCE = 25.0

@@ -147,6 +147,7 @@ def submitted(container: Container, service, ports: dict[str, int]) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_the_compose_services_work_together(container, compose, mounts, tool, tmp_path):
     """A fresh ``up`` trains the example and Prometheus sees it; after a stop, the next one goes on with it."""

@@ -69,7 +69,7 @@ def trained(of, offload, devices=FOUR, **options):
     return taken, peak / PIECE
 
 
-HOW = [("1f1b", "never", 0.8), ("gpipe", "always", 0.9), ("zb-h1", "never", 1.0), ("interleaved", "except_last", 1.0)]
+HOW = [("gpipe", "always", 0.9), ("zb-h1", "never", 1.0), ("interleaved", "except_last", 1.0)]
 """Schedule, recomputation, and how much of the memory is left on the device that needs most."""
 
 
@@ -97,7 +97,7 @@ def test_what_does_not_fit_trains_with_offload():
     assert after < needed / 2
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b"])
 def test_memory_over_time_is_as_predicted(schedule):
     """After each task, within a tenth of the peak; between tasks there is what they need while they run as well."""
     with piped(model(32), FOUR, microbatches=PIECES, offload=1.0, schedule=schedule) as pipe:

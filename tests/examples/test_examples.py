@@ -67,7 +67,7 @@ def balance(layers: int, stages: int) -> list[int]:
     return [layers // stages + (k < layers % stages) for k in range(stages)]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_the_unsplit_model(name: str, stages: int) -> None:
     bare, x = make(name)

@@ -229,6 +229,7 @@ def test_a_stage_that_reaches_the_limit_of_recompilations_is_told_not_to_be_comp
         trained(layers, AOT, checkpoint="never")
 
 
+@pytest.mark.long
 def test_inductor_draws_the_same_again_and_leaves_no_process() -> None:
     def losses(checkpoint: str) -> list[Tensor]:
         torch.manual_seed(0)

@@ -99,10 +99,9 @@ async def one_by_one(data, **options):
         return losses, states
 
 
-@pytest.mark.parametrize("where", [{}, {"share": Share("job")}], ids=str)
+@pytest.mark.parametrize(("optimizer", "where"), [(SGD, {"share": Share("job")}), (ADAM, {})], ids=["sgd", "adam"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h2", "backward-first"])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 async def test_bit_equal_to_step_one_by_one(optimizer, schedule, checkpoint, where, no_leaks):
     data = batches(6)
     options = {"optimizer": optimizer[1], "schedule": schedule, "checkpoint": checkpoint}

@@ -141,7 +141,7 @@ def pipelines(stages: int) -> Iterator[tuple[Transformer, Any, dict[str, Any]]]:
     yield model, layers, {"balance": sizes}
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [2, 4])
 def test_equal_to_the_unsplit_model(stages: int) -> None:
     bare = make()
     loss = whole_batch_loss(bare, SEVEN)

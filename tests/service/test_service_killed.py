@@ -17,6 +17,7 @@ import pytest
 from kill_campaign import kill_again_and_again
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(sys.platform == "win32", reason="this system has no SIGKILL"),
     pytest.mark.skipif(
         find_spec("pydantic_settings") is None,

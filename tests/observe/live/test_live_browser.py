@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+import pytest
 from browser_helpers import NEEDS_A_BROWSER, driven
 from torch import nn
 
@@ -24,7 +25,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.observe.live import LiveView, serve_live
 
-pytestmark = NEEDS_A_BROWSER
+pytestmark = [*NEEDS_A_BROWSER, pytest.mark.long]
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from browser_helpers import NEEDS_A_BROWSER, driven
 from http_helpers import TOKEN, FakeService, served, submission
 from store_helpers import progress
@@ -16,7 +17,7 @@ from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import JobFilter
 
-pytestmark = NEEDS_A_BROWSER
+pytestmark = [*NEEDS_A_BROWSER, pytest.mark.long]
 
 
 async def jobs(service: FakeService) -> str:
