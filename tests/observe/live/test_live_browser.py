@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
-import torch
 import pytest
+import torch
 from browser_helpers import NEEDS_A_BROWSER, driven
 from torch import nn
 
