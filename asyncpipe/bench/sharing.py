@@ -163,7 +163,7 @@ async def _background(size: SharingSize, progress: Progress) -> Figures:
             model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(DEVICES))), torch.randn(microbatches, 4)
             return _SharingJob(pool, model, DEVICES, x, microbatches=microbatches, checkpoint="never", **options)
 
-        front = job(MICROBATCHES, schedule="1f1b")
+        front = job(MICROBATCHES, schedule="1f1b", share=Share("foreground"))
         # As a hint any ready task may run. In 1F1B's strict order the background would have bubbles of its own.
         back = job(MANY, schedule="gpipe", order="hint", share=Share("background", background=True))
         async with front.pipe, back.pipe:

@@ -34,6 +34,7 @@ from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
@@ -86,7 +87,7 @@ INTERNALS = (
         "_C._len_torch_dispatch_stack _C._len_torch_function_stack _C._pop_torch_function_stack "
         "_C._push_on_torch_function_stack _C._autograd._pop_saved_tensors_default_hooks "
         "_C._autograd._push_saved_tensors_default_hooks _C._autograd._top_saved_tensors_default_hooks "
-        "utils._python_dispatch._disable_current_modes",
+        "overrides._get_current_function_mode_stack utils._device.DeviceContext utils._python_dispatch._disable_current_modes",
         "modes and hooks for saved tensors around a task must not act on tasks of a pipeline inside it",
         "test_checkpoint_of_torch_around_the_call",
         since="2.7: 2.6 cannot tell the hooks that are set aside",
@@ -119,6 +120,11 @@ INTERNALS = (
         "nn.modules.module._global_forward_pre_hooks nn.modules.batchnorm._BatchNorm _C._nn._parse_to",
         "stages call forward alone where a module has no hooks; batch norms are found; to() is read as nn.Module does",
         "test_the_function_of_a_stage_calls_its_layers_and_all_hooks",
+    ),
+    Internals(
+        "nn.utils.parametrize._cache_enabled",
+        "the cache of parametrizations is one for all threads, and refused where it is on",
+        "test_cached_parametrizations_are_refused",
     ),
     Internals(
         "utils._pytree.SUPPORTED_NODES utils._pytree.TreeSpec utils._pytree.tree_flatten utils._pytree.tree_leaves "
@@ -367,6 +373,22 @@ def without_modes_and_hooks() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
+def inside_modes() -> str:
+    """The name of a mode that acts on this thread, of functions or dispatch; not of ``torch.device``. Empty if none."""
+    if torch._C._len_torch_function_stack():
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if not isinstance(mode, DeviceContext):
+                return type(mode).__name__
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode"
+    return ""
+
+
+def default_device() -> torch.device | None:
+    """Where ``torch.device`` or ``torch.set_default_device`` has this thread make tensors; ``None`` if nothing has."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
 def inside_transform() -> bool:
     """Whether this thread is inside a transform of ``torch.func``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -385,6 +407,8 @@ def is_batch_of_gradients(gradient: Tensor) -> bool:
 
 # Tensors and modules
 
+plain_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Inside, functions of torch do to a subclass of ``Tensor`` what they do to a ``Tensor``."""
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was changed in place. Raises ``RuntimeError`` for one of inference mode."""
 gradient_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], object]] | None] = attrgetter("_backward_hooks")
@@ -393,6 +417,11 @@ accumulated_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], object]] | No
     "_post_accumulate_grad_hooks"
 )
 """The hooks of ``register_post_accumulate_grad_hook``."""
+
+def caches_parametrizations() -> bool:
+    """Whether any thread is inside ``torch.nn.utils.parametrize.cached()``."""
+    return bool(nn.utils.parametrize._cache_enabled)
+
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from asyncpipe.core.compile_option import CompileOption
 from asyncpipe.core.graph.lower import CheckpointMode
@@ -34,6 +35,7 @@ from asyncpipe.ops.model.stage import Stage, StagedModel
 from asyncpipe.ops.model.stage_compiler import CallsStage, StageCompiler, check_compiler
 from asyncpipe.ops.model.stage_factory import StageFactory, build_stages
 from asyncpipe.ops.model.ties import Ties, place
+from asyncpipe.ops.torch_internals import caches_parametrizations
 from asyncpipe.pipeline.graph_cache import GraphCache
 from asyncpipe.pipeline.options import PipelineOptions
 
@@ -60,6 +62,9 @@ class PipelineParts:
     padded_labels: PaddedLabels
     factory: StageFactory | None = None
     """What builds the stages, if they were not given."""
+    modules: tuple[nn.Module, ...] = ()
+    """The modules of the model that its stages were made of."""
+    is_parametrized: bool = False
     between_steps: BetweenSteps = field(default_factory=BetweenSteps)
 
     @property
@@ -76,6 +81,19 @@ class PipelineParts:
     def checkpoint(self) -> CheckpointMode:
         """Which micro-batches are recomputed."""
         return CheckpointMode(self.options.checkpoint)
+
+    def check_model(self) -> None:
+        """Raise ``OptionError`` if the stages are not what the model is now, or a cache of its weights is on."""
+        if _top_modules(self.staged.module) != self.modules:
+            raise OptionError(
+                "a layer of the model was replaced, added or removed after the pipeline was made, whose stages have the "
+                "layers of that moment; make the pipeline again"
+            )
+        if self.is_parametrized and caches_parametrizations():
+            raise OptionError(
+                "torch.nn.utils.parametrize.cached() is active, whose cache is one for all threads: stages would get "
+                "weights of other graphs; leave it before the call"
+            )
 
     def check_between_steps(self) -> None:
         """Raise ``OverlapError`` while steps of ``steps`` overlap: the weights are those of no step."""
@@ -140,7 +158,14 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
         deferred,
         PaddedLabels(),
         model if isinstance(model, StageFactory) else None,
+        _top_modules(staged.module),
+        any(isinstance(part, ParametrizationList) for part in staged.module.modules()),
     )
+
+
+def _top_modules(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The layers of a sequence; of any other model, which is cut inside its modules, all of them."""
+    return tuple(module.children() if isinstance(module, nn.Sequential) else module.modules())
 
 
 def join_stages(model: StagedModel, devices: int, options: PipelineOptions) -> StagedModel:

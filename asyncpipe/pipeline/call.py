@@ -94,6 +94,7 @@ class PreparedCall(StepHere[Any]):
 
     def __init__(self, parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> None:
         options = parts.options
+        parts.check_model()
         context = CallerContext.capture()
         batch: Any = arguments
         if len(arguments.args) == 1 and not arguments.kwargs and isinstance(arguments.args[0], Microbatches | UserDict):
@@ -102,10 +103,11 @@ class PreparedCall(StepHere[Any]):
         self._ready_made = made.ready_made
         pieces = [Arguments.wrap(piece) for piece in made.pieces]
         takes = [parts.takes(piece) for piece in pieces]
+        self._given = tensors_of(pieces)
         self._parameters = [parameter for parameter in parts.module.parameters() if parameter.requires_grad]
         """The parameters that gradients go to."""
         recording = context.grad and not context.inference
-        training = recording and any(tensor.requires_grad for tensor in [*self._parameters, *tensors_of(pieces)])
+        training = recording and any(tensor.requires_grad for tensor in [*self._parameters, *self._given])
         plan = StepPlan(
             loss=None,
             weights=loss_weights(made.sizes, options.loss_reduction == "mean"),
@@ -173,6 +175,7 @@ class PreparedCall(StepHere[Any]):
             self._context,
             inputs,
             self._parameters,
+            self._needed(),
             # Backwards of a frozen pipeline have no gradients to keep from each other, and take no turns.
             self.parts.resources.guard if self._parameters else GradientGuard(),
         )
@@ -183,6 +186,16 @@ class PreparedCall(StepHere[Any]):
         ]
         for packet, attached in zip(packets, attach(CallBackward(forward), ends, outputs), strict=True):
             packet.tensors = attached
+
+    def _needed(self) -> list[tuple[Tensor, int]]:
+        """What the backward needs the values of, and nobody watches besides, with its version of now.
+
+        Stages compute with aliases of the caller's tensors that have versions of their own; and a recomputation uses
+        the parameters again, which no graph has saved.
+        """
+        needed = list(self._given)
+        needed += [] if self._plan.checkpoint is CheckpointMode.NEVER else self._parameters
+        return [(tensor, version_of(tensor)) for tensor in needed if not tensor.is_inference()]
 
     def _aliases(self) -> Iterator[Tensor]:
         """The parameters, for the caller's graph; aliases of those on an accelerator.

@@ -40,7 +40,7 @@ from asyncpipe.ops.execute.caller_gradients import CallerGradients
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.stage import CALLER
-from asyncpipe.ops.torch_internals import pass_number, queue_callback
+from asyncpipe.ops.torch_internals import pass_number, queue_callback, version_of
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.runtime.execution import Execution, Gates
@@ -68,7 +68,19 @@ class RecordedCall:
     inputs: CallerGradients
     parameters: Sequence[nn.Parameter]
     """The parameters that gradients go to."""
+    needed: Sequence[tuple[Tensor, int]]
+    """What must not be overwritten before the backward, and its version."""
     guard: GradientGuard
+
+    def check_unchanged(self) -> None:
+        """Raise ``BackwardError`` if something that the backward needs was overwritten."""
+        for tensor, version in self.needed:
+            if version_of(tensor) != version:
+                what = "parameter" if any(tensor is each for each in self.parameters) else "tensor given to pipe(x)"
+                raise BackwardError(
+                    f"a {what}, of shape {tuple(tensor.shape)}, was overwritten in place between pipe(x) and its "
+                    "backward, which needs the old values; call backward first, or clone the tensor before the change"
+                )
 
     def start(self, gates: Gates) -> PortalCall[Execution] | _InlineBackward:
         """Submit the backward graph to the pipeline's loop; inside a task, keep it for the thread that waits for it."""
@@ -295,6 +307,7 @@ class _BackwardPass:
         """Start the backward graph, now that the pipeline's gradients are those of this pass."""
         self._has_begun = True
         self._check_open()
+        self._forward.check_unchanged()
         forward, resources = self._forward, self._forward.parts.resources
         forward.tensors.retain = self._retain
         self._gates = Gates()

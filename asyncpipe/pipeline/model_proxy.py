@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 from torch import nn
 
 from asyncpipe.errors import MoveError, OptionError
+from asyncpipe.ops.execute.optimizer_states import check_optimizer_states, states_by_name
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.torch_internals import parse_to
@@ -178,7 +179,15 @@ class ModelProxy:
         self._parts.check_between_steps()
         return self._backend.values.optimizer_states()
 
-    def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give the pipeline's own optimizers copies of what ``optimizer_states`` returned, from any device."""
+    def load_optimizer_states(self, states: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Give the pipeline's own optimizers copies of what ``optimizer_states`` returned, from any device.
+
+        ``states`` may also be the ``state_dict()`` of one optimizer over the unsplit model. Raises ``StateDictError``
+        for names or shapes that the trained parameters do not have. If ``strict``, also where a parameter has no state
+        in it that has one now; otherwise that is forgotten.
+        """
         self._parts.check_between_steps()
-        self._backend.values.load_optimizer_states(states)
+        values = self._backend.values
+        named = states_by_name(states, self.module)
+        check_optimizer_states(named, self.module, values.optimizer_states if strict else lambda: ())
+        values.load_optimizer_states(named)

@@ -129,6 +129,7 @@ class StepInputs:
         ``x`` may be ``CutInputs``, with the target.
         """
         options = parts.options
+        parts.check_model()
         context = CallerContext.capture()
         training = parts.module.training and context.grad and not context.inference
         if isinstance(x, CutInputs):

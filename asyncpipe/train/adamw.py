@@ -163,7 +163,8 @@ class StagedAdamW:
         whole, names = self._whole()
         _load(whole, state)
         self._pipe.load_optimizer_states(
-            {name: whole.state[parameter] for parameter, name in names.items() if parameter in whole.state}
+            {name: whole.state[parameter] for parameter, name in names.items() if parameter in whole.state},
+            strict=False,  # Before its first step it remembers nothing.
         )
 
     def settings_dict(self) -> dict[str, Any]:

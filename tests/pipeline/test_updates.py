@@ -12,7 +12,7 @@ from asyncpipe import Arguments, Pipeline, TaskError
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import report
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import OptionError, StateDictError
 from asyncpipe.pipeline.steps import Batch
 from asyncpipe.testing import EmulatedExecutor
 
@@ -210,7 +210,38 @@ async def test_what_optimizers_remember_goes_to_other_stages(workload):
             await then.step(workload.x, workload.target)
             assert torch.equal(states["0.weight"]["exp_avg"], before)
             ends.append(then.state_dict() | {name: s["exp_avg"] for name, s in then.optimizer_states().items()})
-            then.load_optimizer_states({})
+            then.load_optimizer_states({}, strict=False)
             assert then.optimizer_states() == {}
     for name, value in ends[0].items():
         assert (value - ends[1][name]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+async def test_states_of_optimizers_that_do_not_fit_are_refused_and_those_of_a_plain_optimizer_are_split(
+    workload, workers
+):
+    bare = workload.model()
+    plain = adamw(bare.parameters())
+    mse(bare(workload.x), workload.target).backward()
+    plain.step()
+    options = {"microbatches": 3, "loss_fn": mse, "optimizer": adamw, "workers": workers}
+    async with Pipeline(workload.model(), ["cpu:0", "cpu:1"], **options) as pipe:
+        await pipe.step(workload.x, workload.target)
+        before = pipe.optimizer_states()
+        short = {name: state for name, state in before.items() if name != "0.weight"}
+        wide = {**before, "0.weight": {"exp_avg": torch.zeros(1000, 2)}}
+        for wrong, text in (
+            ({}, "would forget"),
+            (short, "nothing of '0.weight' .1 such"),
+            ({"nonsense": 1}, "no parameter 'nonsense'"),
+            ({**before, "0.weight": 1}, "must be a dict, got int"),
+            (wide, "'exp_avg' of '0.weight' has the shape .1000, 2."),
+            (torch.optim.SGD([torch.zeros(1)]).state_dict(), "has 1 parameters in 1 groups, and does not say"),
+        ):
+            with pytest.raises(StateDictError, match=text):
+                pipe.load_optimizer_states(wrong)
+        for name, state in pipe.optimizer_states().items():
+            assert all(torch.equal(value, before[name][key]) for key, value in state.items())
+        pipe.load_optimizer_states(plain.state_dict())
+        for number, state in enumerate(pipe.optimizer_states().values()):
+            assert all(torch.equal(value, plain.state_dict()["state"][number][key]) for key, value in state.items())

@@ -1,16 +1,18 @@
-"""Thread-local state of torch that a task takes over from its caller: grad mode, inference mode, autocast."""
+"""What a task takes over from its caller: grad mode, inference mode, autocast, the default device, context variables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from asyncpipe.errors import BackwardError
+from asyncpipe.errors import BackwardError, OptionError
 from asyncpipe.ops.device.devices import ACCELERATORS
-from asyncpipe.ops.torch_internals import inside_forward_derivatives, inside_transform
+from asyncpipe.ops.torch_internals import default_device, inside_forward_derivatives, inside_modes, inside_transform
 
 __all__ = ["CallerContext"]
 
@@ -26,13 +28,18 @@ class CallerContext:
     autocasts: tuple[tuple[str, torch.dtype], ...]
     """(device type, type to cast to) for each device type that has autocast on."""
     autocast_cache: bool
+    device: torch.device | None
+    """Where tensors are made without a device, if that is not torch's own default."""
+    variables: tuple[tuple[ContextVar[Any], Any], ...]
+    """Context variables and their values. They do not travel to workers."""
 
     @classmethod
     def capture(cls) -> CallerContext:
         """The state of the calling thread.
 
-        Raises ``BackwardError`` where part of that state cannot be taken over: other threads know nothing of a
-        transform of ``torch.func``, and tasks detach what they pass on, which drops forward-mode derivatives.
+        Raises ``BackwardError`` or ``OptionError`` where part of that state cannot be taken over: other threads know
+        nothing of a mode or of a transform of ``torch.func``, and tasks detach what they pass on, which drops
+        forward-mode derivatives.
         """
         if inside_forward_derivatives():
             raise BackwardError(
@@ -44,6 +51,11 @@ class CallerContext:
                 "a pipeline runs on threads that transforms of torch.func (grad, vjp, vmap, …) do not reach; transform "
                 "the bare model, or call backward"
             )
+        if mode := inside_modes():
+            raise OptionError(
+                f"{mode} is active on the thread that called, and would not see what a pipeline computes on other "
+                "threads; leave it before the call, or enter it inside the stages"
+            )
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -53,15 +65,21 @@ class CallerContext:
                 if torch.is_autocast_enabled(kind)
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
+            device=default_device(),
+            variables=tuple(copy_context().items()),
         )
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        """Without the variables: these cannot be pickled."""
+        return CallerContext, (self.grad, self.inference, self.autocasts, self.autocast_cache, self.device, ())
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing to enter."""
-        return not (self.autocasts or self.inference)
+        return not (self.autocasts or self.inference or self.device)
 
     def entered(self) -> AbstractContextManager[None]:
-        """Enter the caller's autocast and inference mode. The task sets its grad mode itself.
+        """Enter the caller's autocast, inference mode and default device. The task sets its grad mode itself.
 
         Every task enters a new autocast, which clears the cache of cast weights at its end. Otherwise a recomputation
         could use a cast that its first run made under ``no_grad``, and that has no graph.
@@ -73,6 +91,8 @@ class CallerContext:
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
+            if self.device is not None:
+                stack.enter_context(self.device)
             for kind, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
             yield

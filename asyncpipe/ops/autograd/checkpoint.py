@@ -81,8 +81,10 @@ class Recomputation:
     def forward(self) -> list[Tensor]:
         """The outputs of the first run, without a graph. Raises ``RecomputeError`` if it overwrote its inputs."""
         assert self._function is not None
+        # Aliases: a hook that the function registers on its input belongs to the second run, as its activations do.
+        given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
         with _running_as("first"):
-            outputs = self._function(self._inputs)
+            outputs = self._function(given)
         self._check_inputs()
         return outputs
 

@@ -48,7 +48,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from asyncpipe.ops.autograd.fork_join import phony
-from asyncpipe.ops.torch_internals import HAS_INPUT_METADATA, input_metadata, storage_id
+from asyncpipe.ops.torch_internals import HAS_INPUT_METADATA, input_metadata, plain_functions, storage_id
 
 __all__ = ["SplitBackward"]
 
@@ -162,7 +162,7 @@ class _BackwardGraph:
         self.inside: set[Node] = set()
         if leaves:
             self._walk(roots)
-            self._go_back([get_gradient_edge(leaf).node for leaf in leaves])
+            self._go_back(map(_accumulator, leaves))
 
     def _walk(self, roots: Iterable[Node]) -> None:
         waiting = list(roots)
@@ -239,6 +239,12 @@ class _BackwardGraph:
                 elif near in self.inside and not border and near not in passed:
                     passed.add(near)
                     waiting.append(near)
+
+
+def _accumulator(leaf: Tensor) -> Node:
+    """The node of a leaf's gradient. Functions of a subclass of ``Tensor`` would add nodes of their own before it."""
+    with plain_functions():
+        return get_gradient_edge(leaf).node
 
 
 def _writes_input_gradient(node: Node) -> bool:

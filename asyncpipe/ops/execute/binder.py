@@ -85,6 +85,7 @@ class Binder:
             _offloads[graph] = OffloadedGraph(graph)
         self._names, self._offloads = _names[graph], _offloads[graph]
         self._plan = plan
+        self._variables = context.variables
         self._tensors = tensors
         self._resources = resources
         drew = self.notes.drew
@@ -121,7 +122,7 @@ class Binder:
     def around(self, device: str) -> AbstractContextManager[None]:
         """What the tasks of ``device`` run inside, one or many."""
         stream = self._resources.streams[Lane(device, Queue.COMPUTE)]
-        return Surroundings(stream, self._plan.training, self._draws[device])
+        return Surroundings(stream, self._plan.training, self._draws[device], self._variables)
 
     def _action(self, kind: TaskKind) -> Callable[[Task], None]:
         # Not a table of bound methods: its reference cycle would keep the binder and the stages alive until the garbage

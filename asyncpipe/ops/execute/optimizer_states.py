@@ -6,15 +6,16 @@ parameters' states, its settings, stays its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.errors import StateDictError
 from asyncpipe.ops.execute.host_optimizer import original, updated_by
 
-__all__ = ["load_optimizer_states", "optimizer_states", "set_learning_rate"]
+__all__ = ["check_optimizer_states", "load_optimizer_states", "optimizer_states", "set_learning_rate", "states_by_name"]
 
 
 def optimizer_states(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -39,6 +40,60 @@ def load_optimizer_states(
             if names.get(parameter) in states
         }
         optimizer.load_state_dict({"state": found, "param_groups": own["param_groups"]})
+
+
+def states_by_name(states: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """``states``; or, if that is the ``state_dict()`` of one torch optimizer over all parameters, what it has by name.
+
+    Raises ``StateDictError`` if it cannot be told which parameter a number in it stands for.
+    """
+    if not {"state", "param_groups"} <= states.keys():
+        return states
+    groups = states["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    names = [name for group in groups for name in group.get("param_names", ())]
+    if not names and len(groups) == 1:
+        every = list(module.named_parameters())
+        trained = [name for name, parameter in every if parameter.requires_grad]
+        names = trained if len(numbers) == len(trained) else [name for name, _ in every]
+    if len(names) != len(numbers):
+        raise StateDictError(
+            f"the state of this optimizer has {len(numbers)} parameters in {len(groups)} groups, and does not say which "
+            f"of the model's {sum(1 for _ in module.parameters())} they are; give a state by the parameters' names, or "
+            "of an optimizer that was made with model.named_parameters()"
+        )
+    return {names[numbers.index(number)]: state for number, state in states["state"].items()}
+
+
+def check_optimizer_states(
+    states: Mapping[str, Any], module: nn.Module, remembered: Callable[[], Iterable[str]]
+) -> None:
+    """Raise ``StateDictError`` unless ``states`` fits the trained parameters of ``module`` and erases nothing.
+
+    ``remembered`` has the names of the parameters that optimizers remember something of.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if unknown := [name for name in states if name not in trained]:
+        raise StateDictError(f"the model trains no parameter {unknown[0]!r}; names are those of named_parameters()")
+    for name, state in states.items():
+        if not isinstance(state, Mapping):
+            raise StateDictError(f"the state of {name!r} must be a dict, got {type(state).__name__}")
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not _fits(value.shape, trained[name].shape):
+                have, want = tuple(value.shape), tuple(trained[name].shape)
+                raise StateDictError(f"{key!r} of {name!r} has the shape {have}, and the parameter {want}")
+    if len(states) < len(trained) and (lost := [name for name in remembered() if name not in states]):
+        raise StateDictError(
+            f"the states have nothing of {lost[0]!r} ({len(lost)} such parameters), which the optimizer would forget; "
+            "give strict=False to have it forgotten"
+        )
+
+
+def _fits(shape: torch.Size, wanted: torch.Size) -> bool:
+    """Whether a state's tensor may belong to a parameter: a number, or reduced over some of its dimensions."""
+    if len(shape) != len(wanted):
+        return len(shape) < len(wanted)
+    return all(mine in (1, other) for mine, other in zip(shape, wanted, strict=True))
 
 
 def _copied(value: Any) -> Any:

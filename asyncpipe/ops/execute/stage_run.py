@@ -66,7 +66,7 @@ class StageRun:
     """
 
     __slots__ = (
-        "_buffers", "_computed", "_drawn", "_microbatch", "_received", "_setup", "_target", "next_readers", "packets",
+        "_buffers", "_computed", "_drawn", "_generators", "_microbatch", "_received", "_setup", "_target", "next_readers", "packets",
         "readers",
     )  # fmt: skip
 
@@ -91,6 +91,8 @@ class StageRun:
         if not setup.is_plain:
             self._buffers: BufferValues = {}
             """What a recomputation needs to know of the stage's buffers."""
+            self._generators: list[Tensor] = []
+            """Where the generators of its modules were."""
             self._drawn: Sequence[Tensor] = ()
             """What a first run drew, which a recomputation must draw again."""
             self._computed: Sequence[Tensor | None] = ()
@@ -118,7 +120,8 @@ class StageRun:
             flat = self._compute(tensors, given, call)
         else:
             random = random_stream(setup.plan.seed, self._microbatch, stage.index, stage.device.physical)
-            with setup.context.entered(), random, stage.buffers.during(self._buffers):
+            own = stage.generators.during(self._generators)
+            with setup.context.entered(), random, stage.buffers.during(self._buffers), own:
                 flat = self._compute(tensors, given, call)
                 if random.has_drawn:
                     setup.notes.drew.add(stage.index)
@@ -139,7 +142,9 @@ class StageRun:
         setup, stage = self._setup, self._setup.stage
         before = as_they_are(given) if self.readers else ()
         rest = iter(given)
-        sent = call({source: packet.rebuild(rest) for source, packet in self._received.items()})
+        received = {source: packet.rebuild(rest) for source, packet in self._received.items()}
+        with stage.parameters.uncached():
+            sent = call(received)
         stage.inputs.saw(tensors, given)
         if self.readers:
             refuse_overwriting(stage.index, self.readers, given, before)

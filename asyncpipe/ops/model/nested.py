@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from types import FunctionType, MethodType, ModuleType
+from functools import partial
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -160,8 +161,10 @@ def _make_dataclass(kind: type, names: list[str], values: list[Any]) -> Any:
 
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_NO_VALUES = (type, ModuleType, FunctionType, MethodType, nn.Module)
+_NO_VALUES = (type, ModuleType, nn.Module)
 """Not looked into. The parameters of a module get their gradients wherever it is called."""
+_EMPTY_CELL = CellType()
+"""Of a variable that has no value yet."""
 _DEPTH, _COUNT = 5, 1000
 
 
@@ -184,6 +187,14 @@ def _values_in(value: Any) -> Iterator[Any]:
         return
     if isinstance(value, dict):
         yield from value.values()
+    elif isinstance(value, FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL)
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+    elif isinstance(value, (MethodType, BuiltinMethodType)):
+        yield value.__self__
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, _CONTAINERS):
         yield from value
     yield from getattr(value, "__dict__", {}).values()

@@ -24,6 +24,7 @@ from asyncpipe.ops.model.buffers import StageBuffers
 from asyncpipe.ops.model.input_copies import InputCopies
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
+from asyncpipe.ops.model.own_generators import OwnGenerators
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage_compiler import CallsStage
 from asyncpipe.ops.torch_internals import has_own_call, hooks_of, hooks_of_all_modules
@@ -123,6 +124,7 @@ class Stage:
     inputs: InputCopies
     buffers: StageBuffers
     parameters: ParameterWatch
+    generators: OwnGenerators
     outputs: OutputWatch
     compiler: CallsStage | None = None
     """What calls the module, if it is compiled."""

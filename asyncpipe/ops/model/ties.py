@@ -30,6 +30,7 @@ from asyncpipe.ops.model.buffers import StageBuffers, shared_buffers
 from asyncpipe.ops.model.input_copies import InputCopies
 from asyncpipe.ops.model.module_image import ModuleImage
 from asyncpipe.ops.model.output_watch import OutputWatch
+from asyncpipe.ops.model.own_generators import OwnGenerators
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
 from asyncpipe.ops.model.tensor_uses import TensorUse, tensor_uses
@@ -179,6 +180,7 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
             InputCopies(module.overwrites_input),
             StageBuffers(index, module, shared[index]),
             ParameterWatch(index, module),
+            OwnGenerators(module),
             OutputWatch(index),
         )
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))

@@ -1,0 +1,254 @@
+"""What foreign code in stages and around steps may do: it has the effect that it has in the unsplit model, or is refused."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from asyncpipe import Pipeline, TaskError
+from asyncpipe.errors import BackwardError, OptionError, StageError
+
+mse = nn.functional.mse_loss
+DEVICES = ["cpu:0", "cpu:1"]
+X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+TARGET = torch.zeros(8, 6, dtype=torch.float64)
+MODES = ("never", "always", "except_last")
+
+
+def layers(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), *more, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def check(model: nn.Module, x: torch.Tensor = X, **options) -> None:
+    """One step has the gradients of the unsplit model."""
+    bare = copy.deepcopy(model)
+    mse(bare(x), TARGET).backward()
+    with Pipeline(model, DEVICES, microbatches=4, loss_fn=mse, **options).sync() as pipe:
+        pipe.step(x, TARGET)
+    for mine, theirs in zip(gradients(model), gradients(bare), strict=True):
+        assert (mine - theirs).abs().max() < 1e-10
+
+
+class Marked(torch.Tensor):
+    """A subclass, whose functions return it."""
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zbv", "v-half", "v-min", "interleaved-zb", "dualpipev"])
+def test_subclasses_of_tensor_have_their_gradients_in_split_backwards(schedule):
+    torch.manual_seed(0)
+    many = nn.Sequential(*(nn.Linear(6, 6) for _ in range(8))).double()
+    check(many, X.as_subclass(Marked), schedule=schedule)
+
+
+class Reversed(nn.Module):
+    """Reverses and halves the gradient of what it receives, by a hook."""
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * -0.5)
+        return x * 2
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_a_hook_of_what_a_stage_receives_runs_once(schedule, checkpoint):
+    # Behind a border: the second stage begins with it.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Reversed(), nn.Linear(6, 6)).double()
+    check(model, balance=[1, 2], schedule=schedule, checkpoint=checkpoint)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class Cached(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with parametrize.cached():
+            return self.inner(self.inner(x))
+
+
+def parametrized() -> nn.Linear:
+    layer = nn.Linear(6, 6)
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    return layer
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_cached_parametrizations_are_refused(checkpoint):
+    check(layers(parametrized()), checkpoint=checkpoint)
+    model = layers(Cached(parametrized()))
+    with Pipeline(model, DEVICES, microbatches=4, loss_fn=mse, checkpoint=checkpoint).sync() as pipe:
+        with pytest.raises(TaskError) as caught:
+            pipe.step(X, TARGET)
+        assert isinstance(caught.value.__cause__, StageError)
+        assert "leave cached() out of the forward" in str(caught.value.__cause__)
+    with Pipeline(layers(parametrized()), DEVICES, microbatches=4, loss_fn=mse).sync() as pipe:
+        with parametrize.cached(), pytest.raises(OptionError, match="leave it before the call"):
+            pipe.step(X, TARGET)
+        pipe.step(X, TARGET)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_an_input_that_is_overwritten_before_the_backward_is_refused_as_torch_does(checkpoint):
+    with Pipeline(layers(), DEVICES, microbatches=4, checkpoint=checkpoint).sync() as pipe:
+        x = X.clone()
+        loss = pipe(x).sum()
+        x.mul_(2)
+        with pytest.raises(BackwardError, match="a tensor given to pipe.x., of shape .2, 6., was overwritten"):
+            loss.backward()
+        assert all(gradient is None for gradient in gradients(pipe.module))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_weights_that_are_updated_before_the_backward_are_refused_as_torch_does(checkpoint):
+    with Pipeline(layers(), DEVICES, microbatches=4, checkpoint=checkpoint).sync() as pipe:
+        loss = pipe(X).sum()
+        with torch.no_grad():
+            for parameter in pipe.module.parameters():
+                parameter.mul_(1 + 1e-6)
+        with pytest.raises((BackwardError, TaskError)):
+            loss.backward()
+
+
+def test_a_layer_that_is_replaced_after_the_pipeline_was_made_is_refused():
+    model = layers()
+    with Pipeline(model, DEVICES, microbatches=4, loss_fn=mse).sync() as pipe:
+        pipe.step(X, TARGET)
+        old = model[2]
+        model[2] = nn.Linear(6, 6).double()
+        for call in (lambda: pipe.step(X, TARGET), lambda: pipe(X)):
+            with pytest.raises(OptionError, match="make the pipeline again"):
+                call()
+        model[2] = old
+        pipe.step(X, TARGET)
+
+
+def _partial(x):
+    return functools.partial(torch.mul, x)
+
+
+def _closure(x):
+    return lambda y: x * y
+
+
+def _method(x):
+    return x.mul
+
+
+class Gives(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return x, self.make(x)
+
+
+class Calls(nn.Module):
+    def forward(self, pair):
+        return pair[1](pair[0])
+
+
+@pytest.mark.parametrize("make", [_partial, _closure, _method])
+def test_tensors_inside_functions_between_stages_are_refused(make):
+    model = nn.Sequential(nn.Linear(6, 6), Gives(make), Calls()).double()
+    with (
+        Pipeline(model, DEVICES, microbatches=4, balance=[2, 1], loss_fn=mse).sync() as pipe,
+        pytest.raises(TaskError, match="holds tensors that a pipeline cannot see"),
+    ):
+        pipe.step(X, TARGET)
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(5)]
+
+    def forward(self, x):
+        return x * torch.randn(x.shape, dtype=x.dtype, generator=self.generators[0])
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_generator_of_a_module_is_replayed_in_a_recomputation(checkpoint):
+    def trained(mode):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), Noise(), nn.Linear(6, 6), Noise()).double()
+        options = {"schedule": "gpipe", "checkpoint": mode, "balance": [2, 2]}
+        with Pipeline(model, DEVICES, microbatches=4, loss_fn=mse, **options).sync() as pipe:
+            losses = [pipe.step(X, TARGET).loss for _ in range(2)]
+        return [*losses, *gradients(model), *(layer.generators[0].get_state() for layer in (model[1], model[3]))]
+
+    assert all(map(torch.equal, trained("never"), trained(checkpoint)))
+
+
+REQUEST = contextvars.ContextVar("request", default="none")
+
+
+class Asks(nn.Module):
+    seen: list[str] = []
+
+    def forward(self, x):
+        self.seen.append(REQUEST.get())
+        return x + torch.zeros(()).to(x)
+
+
+def test_context_variables_of_the_caller_reach_its_tasks():
+    Asks.seen = []
+    with Pipeline(layers(Asks()), DEVICES, microbatches=2, loss_fn=mse, checkpoint="always").sync() as pipe:
+        for name in ("one", "two"):
+            token = REQUEST.set(name)
+            pipe.step(X, TARGET)
+            REQUEST.reset(token)
+        pipe.step(X, TARGET)
+        contextvars.copy_context().run(lambda: (REQUEST.set("call"), pipe(X).sum().backward()))
+    assert Asks.seen == ["one"] * 4 + ["two"] * 4 + ["none"] * 4 + ["call"] * 4
+
+
+class Makes(nn.Module):
+    devices: set[str] = set()
+
+    def forward(self, x):
+        self.devices.add(torch.empty(1).device.type)
+        return x
+
+
+def test_the_default_device_of_the_caller_reaches_its_tasks():
+    Makes.devices = set()
+    with Pipeline(layers(Makes()), DEVICES, microbatches=2, loss_fn=mse).sync() as pipe, torch.device("meta"):
+        pipe.step(X, TARGET)
+    assert Makes.devices == {"meta"}
+
+
+class Loud(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Loud, lambda: FlopCounterMode(display=False)], ids=["functions", "dispatch"])
+def test_modes_of_the_caller_are_refused(mode):
+    with Pipeline(layers(), DEVICES, microbatches=2, loss_fn=mse).sync() as pipe:
+        for call in (lambda: pipe.step(X, TARGET), lambda: pipe(X)):
+            with mode(), pytest.raises(OptionError, match="is active on the thread that called"):
+                call()
+        pipe.step(X, TARGET)
