@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
@@ -417,6 +417,7 @@ accumulated_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], object]] | No
     "_post_accumulate_grad_hooks"
 )
 """The hooks of ``register_post_accumulate_grad_hook``."""
+
 
 def caches_parametrizations() -> bool:
     """Whether any thread is inside ``torch.nn.utils.parametrize.cached()``."""

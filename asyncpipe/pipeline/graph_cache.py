@@ -1,4 +1,8 @@
-"""The task graphs of a pipeline: lowered when first needed, dropped when the schedule changes."""
+"""The task graphs of a pipeline: lowered when first needed.
+
+Schedules have numbers, since another one may be followed while a step by the one before is being prepared: a step says
+by which it runs, here and in every worker.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,12 @@ __all__ = ["GraphCache"]
 _Key = tuple[int, Phase, CheckpointMode, bool]
 
 
+_KEPT = 8
+"""Schedules that steps may still run by."""
+
+
 class _Lowered(NamedTuple):
-    """A schedule and its lowered graphs. Replaced as one, so that other threads never see a mixture of two."""
+    """A schedule and its lowered graphs."""
 
     schedule: Schedule
     graphs: dict[_Key, TaskGraph]
@@ -38,21 +46,34 @@ class GraphCache:
         self._wiring = wiring
         self._stages = stages
         self._offload = tuple(offload)
-        self._lowered = _Lowered(schedule, {})
+        self.number = 0
+        """Of the schedule that new steps follow."""
+        self._lowered = {0: _Lowered(schedule, {})}
+        self._last = 0
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that new graphs follow."""
-        return self._lowered.schedule
+        """The schedule that new steps follow."""
+        return self._lowered[self.number].schedule
+
+    def new_number(self) -> int:
+        """The number of a schedule that comes to be known."""
+        self._last += 1
+        return self._last
+
+    def renumber(self, number: int) -> None:
+        """Give the only schedule this number."""
+        self._lowered = {number: self._lowered[self.number]}
+        self.number = number
 
     def rewire(self, wiring: Wiring) -> None:
         """Lower graphs with ``wiring`` from now on."""
         if wiring != self._wiring:
             self._wiring = wiring
-            self._lowered = _Lowered(self.schedule, {})
+            self._lowered = {self.number: _Lowered(self.schedule, {})}
 
-    def change(self, schedule: Schedule, microbatches: int, checkpoint: CheckpointMode) -> None:
-        """Let new graphs follow ``schedule``. Steps under way keep their graphs.
+    def add(self, number: int, schedule: Schedule, microbatches: int, checkpoint: CheckpointMode) -> None:
+        """Know ``schedule`` by its number. Who follows it sets ``number``; steps under way keep their graphs.
 
         Raises ``ScheduleError`` and changes nothing if it cannot serve ``microbatches``, or would move stages.
         """
@@ -65,11 +86,20 @@ class GraphCache:
                     f"{self._devices[here]}, where {self.schedule.name!r} placed it, and stages stay where they are; "
                     "make a new pipeline, or choose a schedule with the same placement"
                 )
-        self._lowered = _Lowered(schedule, {key: then})
+        recent = list(self._lowered.items())[1 - _KEPT :]
+        self._lowered = dict(recent) | {
+            self.number: self._lowered[self.number],
+            number: _Lowered(schedule, {key: then}),
+        }
 
-    def __call__(self, microbatches: int, phase: Phase, checkpoint: CheckpointMode, update: bool) -> TaskGraph:
-        """The task graph; without ``update`` it has no optimizer updates. Raises as ``lower``."""
-        schedule, graphs = self._lowered
+    def __call__(
+        self, microbatches: int, phase: Phase, checkpoint: CheckpointMode, update: bool, number: int | None = None
+    ) -> TaskGraph:
+        """The task graph, by the schedule of this ``number``; without ``update`` it has no optimizer updates.
+
+        Raises as ``lower``.
+        """
+        schedule, graphs = self._lowered[self.number if number is None else number]
         key = microbatches, phase, checkpoint, update
         if key not in graphs:
             graphs[key] = self._lower(schedule, *key)

@@ -192,9 +192,12 @@ class Pipeline(ModelProxy):
         Stages stay where they are. Raises ``ScheduleError`` and changes nothing if the schedule would place them
         elsewhere, or does not work for this number of stages and micro-batches.
         """
-        self._parts.graphs.change(find_schedule(schedule, order=order), self.microbatches, self.checkpoint)
+        graphs = self._parts.graphs
+        found, number = find_schedule(schedule, order=order), graphs.new_number()
+        graphs.add(number, found, self.microbatches, self.checkpoint)
+        self._backend.add_schedule(number, found)
+        graphs.number = number
         self._arguments = replace(self._arguments, schedule=schedule, order=order)
-        self._backend.change_schedule()
 
     def change_share(self, share: Share) -> None:
         """Have ``share`` of the pool's devices from the next step on.

@@ -17,6 +17,7 @@ from torch import nn
 
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.records.compilations import Compilation
+from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.errors import BatchError, EdgeError, OptionError, PipelineClosedError, StateDictError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.process_settings import ProcessSettings
@@ -88,6 +89,8 @@ class RemoteStages(StagesHere):
         self._fetches: dict[int, asyncio.Task[CutInputs]] = {}
         """A mini-batch that is being made, by its number."""
         self._is_loaded = False
+        self._schedule = 0
+        """The number of the schedule with which it was loaded."""
         self._names: Mapping[str, NamedState] = {}
         """What the model's state has, once it is loaded."""
         self._epoch = 0
@@ -108,11 +111,11 @@ class RemoteStages(StagesHere):
     async def load(self) -> None:
         """Send every worker its stages. From then on the model here has shapes, and no values."""
         names = list(self._owned)
-        options = to_wire(
-            self._parts.options.for_worker(self._parts.graphs.schedule), "an option (loss_fn or optimizer)"
-        )
         with ThreadPoolExecutor(1) as thread:
             models = await asyncio.get_running_loop().run_in_executor(thread, self._ship, names)
+        graphs = self._parts.graphs
+        self._schedule = graphs.number
+        options = to_wire(self._parts.options.for_worker(graphs.schedule), "an option (loss_fn or optimizer)")
         self._connections = {name: self._workers.connection(name) for name in names}
         self._is_loaded = True
         asked: list[asyncio.Future[Any]] = []
@@ -129,6 +132,8 @@ class RemoteStages(StagesHere):
             # Who builds a model is not waited for.
             self._workers.begin(self._give_up(asked))
             raise
+        if graphs.number != self._schedule:
+            await self._add_schedule(graphs.number, to_wire(graphs.schedule, "the schedule"))
         self._names = state_names(self._parts.staged)
         forget_values(self._parts.module)
         links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
@@ -187,6 +192,7 @@ class RemoteStages(StagesHere):
             shapes=self._workers.numbered_shapes(),
             settings=ProcessSettings.current(),
             share=self._tenant.share,
+            schedule=self._schedule,
             pool=self._workers.pool_options,
         )
 
@@ -421,9 +427,12 @@ class RemoteStages(StagesHere):
             found.update(from_buffers(await connection.ask(Call(self._number, method))))
         return found
 
-    def change_schedule(self) -> None:
+    def add_schedule(self, number: int, schedule: Schedule) -> None:
         if self._is_loaded and self._pool.is_open:
-            self._call(self._ask_all("change_schedule", to_wire(self._parts.graphs.schedule, "the schedule")))
+            self._call(self._add_schedule(number, to_wire(schedule, "the schedule")))
+
+    async def _add_schedule(self, number: int, schedule: bytes) -> None:
+        await self._ask_all("add_schedule", number, schedule)
 
 
 async def _all_answer(asked: Iterable[asyncio.Future[Any]]) -> None:

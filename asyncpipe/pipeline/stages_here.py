@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from asyncpipe.core.records.compilations import Compilation
+from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.pipeline.build import PipelineParts
@@ -49,8 +50,8 @@ class StagesHere:
     def check_share(self) -> None:
         """Raise ``OptionError`` if the share of the devices cannot be changed any more."""
 
-    def change_schedule(self) -> None:
-        """Follow the schedule that ``parts`` have now."""
+    def add_schedule(self, number: int, schedule: Schedule) -> None:
+        """Know one that later steps may follow; raise what is in the way of it. ``parts`` have it already."""
 
     def made(self, number: int) -> Waiting[CutInputs]:
         """The mini-batch that the feed makes for step ``number``. Raises what the feed raises."""

@@ -121,6 +121,8 @@ class StepInputs:
     has_loss: bool
     context: CallerContext
     batch: CutInputs
+    schedule: int
+    """The number of the one that it follows, whatever others follow by the time when it begins."""
 
     @classmethod
     def prepare(cls, parts: PipelineParts, x: Any, target: Any, step: StepOptions) -> StepInputs:
@@ -146,7 +148,7 @@ class StepInputs:
             has_loss = training or target is not NO_TARGET
             batch = CutInputs.of(parts, x, target, has_loss=has_loss)
         plan = _make_plan(parts, batch.sizes, step, training=training, has_loss=has_loss)
-        return cls(step, plan, has_loss, context, batch)
+        return cls(step, plan, has_loss, context, batch, parts.graphs.number)
 
     def emptied(self) -> StepInputs:
         """The same without the mini-batch."""
@@ -158,9 +160,9 @@ class StepInputs:
         return self.plan.training
 
     def graph(self, parts: PipelineParts) -> TaskGraph:
-        """What it runs, by the schedule of this moment."""
+        """What it runs."""
         phase = Phase.STEP if self.training else Phase.FORWARD
-        return parts.graphs(len(self.batch.sizes), phase, self.plan.checkpoint, self.options.update)
+        return parts.graphs(len(self.batch.sizes), phase, self.plan.checkpoint, self.options.update, self.schedule)
 
     def gather(self, outputs: Sequence[Any]) -> Any:
         """The step's outputs from those of its micro-batches; ``None`` if none were kept."""

@@ -62,6 +62,8 @@ class LoadPipeline:
     """Of edges that are slower than they are, or do not work; ``None`` if they stay as they are."""
     settings: ProcessSettings
     share: Share
+    schedule: int
+    """The number of the schedule among the options."""
     pool: bytes = field(repr=False)
     """The options of the worker's pool, which its first pipeline makes."""
 

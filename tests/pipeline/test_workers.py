@@ -29,7 +29,15 @@ from asyncpipe import (
     trace,
 )
 from asyncpipe.core.engine.events import TaskCompleted
-from asyncpipe.errors import ArgumentTypeError, BatchError, EdgeError, OptionError, PipelineClosedError, WorkerLostError
+from asyncpipe.core.schedules.one_f_one_b import OneFOneB
+from asyncpipe.errors import (
+    ArgumentTypeError,
+    BatchError,
+    EdgeError,
+    OptionError,
+    PipelineClosedError,
+    WorkerLostError,
+)
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.pipeline import remote_stages
@@ -503,6 +511,46 @@ async def test_the_schedule_changes_and_a_state_is_loaded_between_two_steps(pool
             assert torch.equal(pipe.state_dict()["1.weight"], begin["1.weight"])
     assert torch.equal(ends[0], ends[2])
     assert torch.equal(ends[1], ends[3])
+
+
+class Unreadable(OneFOneB):
+    """A schedule that no worker can read."""
+
+    def __reduce__(self):
+        return _unreadable, (os.getpid(),)
+
+
+def _unreadable(controller):
+    if os.getpid() != controller:
+        raise ArithmeticError("no worker can read this")
+    return Unreadable()
+
+
+async def test_a_schedule_that_changes_during_a_step_is_followed_later_and_a_refused_one_by_nobody(pool):
+    batches = [Batch(torch.randn(12, 6).double(), torch.randn(12, 6).double()) for _ in range(6)]
+    sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    ends = []
+    for changes in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2))).double()
+        options = {"microbatches": 4, "loss_fn": nn.functional.mse_loss, "checkpoint": "never", **sgd}
+        async with Pipeline(model, ["cpu:0", "cpu:1"], pool=pool, **options) as pipe:
+            losses, schedules = [], []
+            async for result in pipe.steps(batches):
+                losses.append(float(result.loss))
+                schedules.append(result.record.graph.schedule)
+                if changes and len(losses) == 1:
+                    # The next step is under way.
+                    await asyncio.to_thread(pipe.change_schedule, "zb-h1")
+                if changes and len(losses) == 3:
+                    with pytest.raises(ArithmeticError, match="no worker can read this"):
+                        await asyncio.to_thread(pipe.change_schedule, Unreadable())
+                    assert pipe.schedule.name == "zb-h1"
+        ends.append(losses)
+    assert schedules == sorted(schedules)
+    assert set(schedules) == {"1f1b", "zb-h1"}
+    assert schedules[-2:] == ["zb-h1"] * 2
+    assert ends[1] == pytest.approx(ends[0], abs=1e-10)
 
 
 def test_which_worker_has_which_device():

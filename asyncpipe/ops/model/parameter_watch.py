@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from asyncpipe.errors import RecomputeError, StageError
 from asyncpipe.ops.torch_internals import caches_parametrizations, version_of

@@ -57,6 +57,7 @@ class Resident:
         self._worker = control.name
         load.settings.apply()
         self._parts: PipelineParts = build(_model(load), devices, from_wire(load.options))
+        self._parts.graphs.renumber(load.schedule)
         self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
         self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
         self.links = Links(self._load, control)
@@ -162,11 +163,10 @@ class Resident:
         for parameter, requires_grad in zip(module.parameters(), flags.requires_grad, strict=True):
             parameter.requires_grad_(requires_grad)
 
-    def change_schedule(self, schedule: bytes) -> None:
-        """Use another schedule."""
-        self._check_idle()
+    def add_schedule(self, number: int, schedule: bytes) -> None:
+        """Know another schedule, which later steps may follow."""
         parts = self._parts
-        parts.graphs.change(from_wire(schedule), parts.options.microbatches, parts.checkpoint)
+        parts.graphs.add(number, from_wire(schedule), parts.options.microbatches, parts.checkpoint)
 
     def _part(self, graph: TaskGraph) -> Part:
         if graph not in self._parts_of:
