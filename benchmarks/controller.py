@@ -375,7 +375,7 @@ def _work(names: Sequence[str], microbatches: int, observed: bool) -> dict[str, 
     pieces = torch.ones(microbatches, 1).unbind()
     takes = [{0: piece} for piece in pieces]
     batch = CutInputs([1] * microbatches, True, takes, pieces, has_target=True, is_padded_unevenly=False)
-    inputs = StepInputs(StepOptions(), plan, True, CallerContext.capture(), batch)
+    inputs = StepInputs(StepOptions(), plan, True, CallerContext.capture(), batch, 0)
     work = {}
     for stage, name in enumerate(names):
         own = replace(inputs, batch=batch.only([stage], len(names) - 1))

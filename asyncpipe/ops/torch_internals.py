@@ -87,7 +87,8 @@ INTERNALS = (
         "_C._len_torch_dispatch_stack _C._len_torch_function_stack _C._pop_torch_function_stack "
         "_C._push_on_torch_function_stack _C._autograd._pop_saved_tensors_default_hooks "
         "_C._autograd._push_saved_tensors_default_hooks _C._autograd._top_saved_tensors_default_hooks "
-        "overrides._get_current_function_mode_stack utils._device.DeviceContext utils._python_dispatch._disable_current_modes",
+        "overrides._get_current_function_mode_stack utils._device.DeviceContext "
+        "utils._python_dispatch._disable_current_modes",
         "modes and hooks for saved tensors around a task must not act on tasks of a pipeline inside it",
         "test_checkpoint_of_torch_around_the_call",
         since="2.7: 2.6 cannot tell the hooks that are set aside",
@@ -376,7 +377,7 @@ def without_modes_and_hooks() -> Iterator[None]:
 def inside_modes() -> str:
     """The name of a mode that acts on this thread, of functions or dispatch; not of ``torch.device``. Empty if none."""
     if torch._C._len_torch_function_stack():
-        for mode in torch.overrides._get_current_function_mode_stack():
+        for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if not isinstance(mode, DeviceContext):
                 return type(mode).__name__
     if torch._C._len_torch_dispatch_stack():

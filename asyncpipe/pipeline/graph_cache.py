@@ -86,7 +86,7 @@ class GraphCache:
                     f"{self._devices[here]}, where {self.schedule.name!r} placed it, and stages stay where they are; "
                     "make a new pipeline, or choose a schedule with the same placement"
                 )
-        recent = list(self._lowered.items())[1 - _KEPT :]
+        recent = dict(list(self._lowered.items())[1 - _KEPT :])
         self._lowered = dict(recent) | {
             self.number: self._lowered[self.number],
             number: _Lowered(schedule, {key: then}),

@@ -1,4 +1,4 @@
-"""What a task takes over from its caller: grad mode, inference mode, autocast, the default device, context variables."""
+"""What a task takes over from its caller: grad and inference mode, autocast, the default device, context variables."""
 
 from __future__ import annotations
 
