@@ -86,8 +86,8 @@ class PipelineParts:
         """Raise ``OptionError`` if the stages are not what the model is now, or a cache of its weights is on."""
         if _top_modules(self.staged.module) != self.modules:
             raise OptionError(
-                "a layer of the model was replaced, added or removed after the pipeline was made, and its stages have the "
-                "old ones; make the pipeline again"
+                "a layer of the model was replaced, added or removed after the pipeline was made, and its stages have "
+                "the old ones; make the pipeline again"
             )
         if self.is_parametrized and caches_parametrizations():
             raise OptionError(

@@ -59,8 +59,8 @@ def states_by_name(states: Mapping[str, Any], module: nn.Module) -> Mapping[str,
     if len(names) != len(numbers):
         raise StateDictError(
             f"the state of this optimizer has {len(numbers)} parameters in {len(groups)} groups, and does not say "
-            f"which of the model's {sum(1 for _ in module.parameters())} they are; give a state by the parameters' names, or "
-            "of an optimizer that was made with model.named_parameters()"
+            f"which of the model's {sum(1 for _ in module.parameters())} they are; give a state by the parameters' "
+            "names, or of an optimizer that was made with model.named_parameters()"
         )
     return {names[numbers.index(number)]: state for number, state in states["state"].items()}
 

@@ -66,8 +66,8 @@ class StageRun:
     """
 
     __slots__ = (
-        "_buffers", "_computed", "_drawn", "_generators", "_microbatch", "_received", "_setup", "_target", "next_readers",
-        "packets", "readers",
+        "_buffers", "_computed", "_drawn", "_generators", "_microbatch", "_received", "_setup", "_target",
+        "next_readers", "packets", "readers",
     )  # fmt: skip
 
     def __init__(

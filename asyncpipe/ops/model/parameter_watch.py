@@ -43,8 +43,8 @@ class ParameterWatch:
         def refuse(*_: object) -> None:
             if caches_parametrizations():
                 raise StageError(
-                    f"stage {self._stage} uses torch.nn.utils.parametrize.cached(), whose cache is one for all threads: "
-                    "stages would get weights of each other's graphs; leave cached() out of the forward"
+                    f"stage {self._stage} uses torch.nn.utils.parametrize.cached(), whose cache is one for all "
+                    "threads: stages would get weights of each other's graphs; leave cached() out of the forward"
                 )
 
         hooks = [part.register_forward_pre_hook(refuse) for part in self._parametrized]
