@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +30,7 @@ from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.cuda_graphs import StageCapturer
+from asyncpipe.ops.model.loss_watch import LossWatch
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
@@ -41,12 +44,33 @@ from asyncpipe.pipeline.options import PipelineOptions
 
 __all__ = ["PipelineParts", "build", "join_stages"]
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class BetweenSteps:
     """Whose results are still to be taken, while later steps compute."""
 
     owner: object = None
+
+
+class FewMicrobatches:
+    """Tells once that mini-batches are too small for as many micro-batches as were asked for."""
+
+    def __init__(self) -> None:
+        self._has_told = False
+
+    def saw(self, sizes: Sequence[int], wanted: int, *, ready_made: bool) -> None:
+        """Look at the micro-batches of one training step."""
+        if not (self._has_told or ready_made or len(sizes) >= wanted):
+            self._has_told = True
+            _logger.warning(
+                "a mini-batch of %d samples makes %d micro-batches where microbatches=%d, so devices wait longer for "
+                "each other; give larger mini-batches, or fewer microbatches",
+                sum(sizes),
+                len(sizes),
+                wanted,
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +89,10 @@ class PipelineParts:
     modules: tuple[nn.Module, ...] = ()
     """The modules of the model that its stages were made of."""
     is_parametrized: bool = False
+    needs_target: bool = False
+    """Whether ``loss_fn`` cannot be called with an output alone."""
+    loss_watch: LossWatch = field(default_factory=LossWatch)
+    few_microbatches: FewMicrobatches = field(default_factory=FewMicrobatches)
     between_steps: BetweenSteps = field(default_factory=BetweenSteps)
 
     @property
@@ -116,6 +144,13 @@ class PipelineParts:
 
 def build(model: object, devices: Sequence[Device], options: PipelineOptions) -> PipelineParts:
     """The parts of a pipeline for ``model``, whose stages are moved to their devices. Raises before anything moves."""
+    if isinstance(options.optimizer, torch.optim.Optimizer):
+        name = type(options.optimizer).__name__
+        raise OptionError(
+            f"optimizer must be a function that makes one for each stage, got an {name} that is made already; give "
+            f"optimizer=lambda parameters: torch.optim.{name}(parameters, ...), or leave optimizer out and call its "
+            "step() yourself"
+        )
     instruments = Instruments(options.nvtx, options.sample_memory)
     compile_option = CompileOption.parse(options.compile)
     if compile_option is not None:
@@ -160,6 +195,8 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
         model if isinstance(model, StageFactory) else None,
         _top_modules(staged.module),
         any(isinstance(part, ParametrizationList) for part in staged.module.modules()),
+        _needs_target(options.loss_fn),
+        LossWatch(options.on_nan),
     )
 
 
@@ -246,6 +283,18 @@ def _check_leaves(module: nn.Module) -> None:
                 f"parameter {name!r} is computed from another one, to which its gradient would go; a deep copy of a "
                 "TorchScript module is like that, so copy it under torch.no_grad() and call requires_grad_()"
             )
+
+
+def _needs_target(loss_fn: Callable[..., Any] | None) -> bool:
+    if loss_fn is None:
+        return False
+    try:
+        inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).bind(None)
+    except TypeError:
+        return True
+    except ValueError:  # It does not say what it takes.
+        return False
+    return False
 
 
 def _updated(stages: Sequence[Stage], ties: Ties) -> dict[int, list[nn.Parameter]]:

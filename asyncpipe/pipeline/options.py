@@ -67,6 +67,9 @@ class PipelineOptions(PoolOptions):
     (tokens, for instance). Counts make the mini-batch's mean right for micro-batches of any size."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """``"mean"`` if a scalar loss is a mean over samples (micro-batches then count by their size), or ``"sum"``."""
+    on_nan: Literal["warn", "raise", "ignore"] = "warn"
+    """What becomes of a mini-batch whose loss is not a number: a warning, the first time; or a ``LossError``, for which
+    the host waits for the device in each step. Optimizers inside the step have updated the weights by then."""
     batch_dim: int = 0
     """The batch dimension of inputs, targets and outputs."""
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
@@ -111,6 +114,7 @@ class PipelineOptions(PoolOptions):
             check_positive("stages", self.stages)
         check_choice("order", self.order, ("strict", "hint"))
         CheckpointMode.parse(self.checkpoint)
+        check_choice("on_nan", self.on_nan, ("warn", "raise", "ignore"))
         if self.optimizer_on_host and self.optimizer is None:
             raise OptionError("optimizer_on_host is for the pipeline's own optimizers; give it an optimizer=")
         if CompileOption.parse(self.compile) is not None and self.offload is not None:
@@ -172,10 +176,8 @@ class PipelineOptions(PoolOptions):
         values.update(
             (each.name, each.default) for each in fields(PipelineOptions) if not each.metadata.get("copied", True)
         )
-        return PipelineOptions(
-            **{**values, "stages": None, "balance": "auto", "deferred_batch_norm": False, "order": "strict"}
-            | {"schedule": schedule}
-        )
+        cut = {"stages": None, "balance": "auto", "deferred_batch_norm": False, "order": "strict"}
+        return PipelineOptions(**values | cut | {"schedule": schedule, "on_nan": "ignore"})
 
 
 @dataclass(frozen=True, slots=True)

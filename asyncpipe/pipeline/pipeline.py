@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -17,7 +17,7 @@ from asyncpipe.core.records.compilations import CompiledStage, compiled_stages
 from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import ArgumentTypeError, OptionError
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.feed import as_feed
@@ -216,6 +216,13 @@ class Pipeline(ModelProxy):
         return compiled_stages(self._backend.compilations)
 
     # Opening and closing
+
+    def __enter__(self) -> NoReturn:
+        """Raises ``ArgumentTypeError``: opening may wait."""
+        raise ArgumentTypeError("a pipeline is opened by 'async with'; without await, use 'with pipe.sync() as pipe:'")
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to leave."""
 
     async def __aenter__(self) -> Pipeline:
         await drive(self._tenancy.opened())

@@ -8,10 +8,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, get_args
 
 from asyncpipe.core.checks import check_choice, check_positive
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import ArgumentTypeError, OptionError
 
 if TYPE_CHECKING:
     from asyncpipe.core.policies.policy import MakePolicy
@@ -104,11 +105,28 @@ def takes(
 
     def decorate(init: Callable[[_Self, _Made], None]) -> Callable[Concatenate[_Self, _Parameters], None]:
         def construct(self: _Self, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+            _check_arguments(type(self).__name__, signature, args, kwargs)
             init(self, make(*args, **kwargs))
 
         receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = inspect.signature(make).parameters.values()
+        signature = inspect.signature(make)
+        parameters = signature.parameters.values()
         construct.__signature__ = inspect.Signature([receiver, *parameters])  # type: ignore[attr-defined]
         return construct
 
     return decorate
+
+
+def _check_arguments(
+    name: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
+    """Raise ``ArgumentTypeError`` if these are not the arguments of a call of ``name``."""
+    for key in kwargs:
+        if key not in (known := signature.parameters):
+            close = get_close_matches(key, known, 1) or [each for each in known if each.startswith(f"{key}_")]
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise ArgumentTypeError(f"{name} has no argument {key!r}{meant}")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{name}: {error}") from None

@@ -63,6 +63,7 @@ class RemoteStep(StepProtocol[PartsExecution, StepResult]):
         with torch.no_grad():
             loss = inputs.mean_loss(self.parts, losses, StepTensors(losses=by_microbatch, counts=counts))
             outputs = inputs.gather(found.outputs)
+            self.parts.loss_watch.saw(loss)
         self._settle(keep=True)
         portal = self.tenancy.pool.portal
         return StepResult(loss, tuple(losses), outputs, execution, portal, found.gradient_norms.tensors())

@@ -185,6 +185,7 @@ class PreparedStep(StepHere[StepResult]):
         with torch.no_grad():
             loss = self.inputs.mean_loss(self.parts, losses, self._tensors)
             gathered = self.inputs.gather(outputs)
+            self.parts.loss_watch.saw(loss)
         self._commit()
         return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal, norms)
 

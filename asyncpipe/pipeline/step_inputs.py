@@ -146,7 +146,11 @@ class StepInputs:
                     "the model's own loss needs labels; give them in the batch or as the target, or a loss_fn"
                 )
             has_loss = training or target is not NO_TARGET
+            if has_loss and target is NO_TARGET and parts.needs_target:
+                raise BatchError("loss_fn compares an output with a target, and none was given; give step(x, target)")
             batch = CutInputs.of(parts, x, target, has_loss=has_loss)
+            if training:
+                parts.few_microbatches.saw(batch.sizes, options.microbatches, ready_made=batch.ready_made)
         plan = _make_plan(parts, batch.sizes, step, training=training, has_loss=has_loss)
         return cls(step, plan, has_loss, context, batch, parts.graphs.number)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from asyncpipe.errors import ArgumentTypeError
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.model_proxy import ModelProxy
@@ -41,6 +42,13 @@ class SyncPipeline(ModelProxy):
         """Made by ``Pipeline.sync``."""
         super().__init__(parts, tenancy, feeding, stages)
         self._pipeline = pipeline
+
+    async def __aenter__(self) -> NoReturn:
+        """Raises ``ArgumentTypeError``."""
+        raise ArgumentTypeError("sync() is for code without await: use 'with', or 'async with' the pipeline itself")
+
+    async def __aexit__(self, *_: object) -> None:
+        """There is nothing to leave."""
 
     def __enter__(self) -> SyncPipeline:
         drive_blocking(self._tenancy.opened())

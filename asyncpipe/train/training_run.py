@@ -329,6 +329,7 @@ class TrainingRun:
                 checkpoint=table.checkpoint,
                 offload=table.offload,
                 loss_fn=workload.loss_fn,
+                on_nan="ignore",  # ``faults.non_finite`` says what becomes of one.
                 optimizer=None if staged is None else staged.make,
                 gradient_norms=staged is not None,
                 feed=workload.batches if isinstance(workload.batches, Feed) else None,

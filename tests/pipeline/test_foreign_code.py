@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from asyncpipe import Pipeline, TaskError
-from asyncpipe.errors import BackwardError, OptionError, StageError
+from asyncpipe.errors import ArgumentTypeError, BackwardError, BatchError, LossError, OptionError, StageError
 
 mse = nn.functional.mse_loss
 DEVICES = ["cpu:0", "cpu:1"]
@@ -253,3 +253,58 @@ def test_modes_of_the_caller_are_refused(mode):
             with mode(), pytest.raises(OptionError, match="is active on the thread that called"):
                 call()
         pipe.step(X, TARGET)
+
+
+# Mistakes
+
+
+def test_mistakes_of_newcomers_are_told_with_what_to_write(caplog):
+    model = layers()
+    options = {"microbatches": 4, "loss_fn": mse}
+    with pytest.raises(ArgumentTypeError, match=r"use 'with pipe.sync\(\) as pipe:'"):
+        Pipeline(model, DEVICES, **options).__enter__()
+    with pytest.raises(ArgumentTypeError, match=r"has no argument 'microbatch'; did you mean 'microbatches'\?"):
+        Pipeline(model, DEVICES, microbatch=4)
+    with pytest.raises(ArgumentTypeError, match=r"has no argument 'loss'; did you mean 'loss_fn'\?"):
+        Pipeline(model, DEVICES, microbatches=4, loss=mse)
+    with pytest.raises(ArgumentTypeError, match="missing a required argument: 'microbatches'"):
+        Pipeline(model, DEVICES)
+    with pytest.raises(OptionError, match=r"give optimizer=lambda parameters: torch.optim.SGD\(parameters, ...\)"):
+        Pipeline(model, DEVICES, **options, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with Pipeline(model, DEVICES, **options).sync() as pipe:
+        with pytest.raises(BatchError, match=r"give step\(x, target\)"):
+            pipe.step(X)
+        assert not caplog.records
+        for _ in range(2):
+            pipe.step(X[:3], TARGET[:3])
+        assert [record.message.partition(",")[0] for record in caplog.records] == [
+            "a mini-batch of 3 samples makes 3 micro-batches where microbatches=4"
+        ]
+
+
+async def test_a_pipeline_without_await_is_not_opened_with_await():
+    with pytest.raises(ArgumentTypeError, match="use 'with', or 'async with' the pipeline itself"):
+        async with Pipeline(layers(), DEVICES, microbatches=4, loss_fn=mse).sync():
+            pass
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+async def test_a_loss_that_is_not_a_number_is_told_once_or_raised_or_ignored(caplog, workers):
+    bad = torch.full_like(X, torch.nan)
+    options = {"microbatches": 4, "loss_fn": mse, "workers": workers}
+    if workers == "processes":
+        options["optimizer"] = torch.optim.SGD
+    told = {}
+    for on_nan in ("warn", "ignore"):
+        async with Pipeline(layers(), DEVICES, **options, on_nan=on_nan) as pipe:
+            await pipe.step(X, TARGET)
+            caplog.clear()
+            for _ in range(2):
+                assert (await pipe.step(bad, TARGET)).loss.isnan()
+            told[on_nan] = len([record for record in caplog.records if "not a number" in record.message])
+    assert told == {"warn": 1, "ignore": 0}
+    async with Pipeline(layers(), DEVICES, **options, on_nan="raise") as pipe:
+        with pytest.raises(LossError, match="not a number"):
+            await pipe.step(bad, TARGET)
+        if workers == "threads":
+            assert all(gradient is None for gradient in gradients(pipe.module))
