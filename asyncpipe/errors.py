@@ -127,7 +127,7 @@ class JobFileError(AsyncpipeError, ValueError):
 
 
 class PolicyError(AsyncpipeError, RuntimeError):
-    """A policy of a lane chose a task that is not ready there; every step of its device pool ends."""
+    """A policy raised, chose a task that is not ready, or chooses nothing for ever; every step of its pool ends."""
 
 
 class TaskError(AsyncpipeError, RuntimeError):

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -40,7 +41,7 @@ from asyncpipe.core.hangs.roots import hang_roots
 from asyncpipe.core.policies.policy import MakePolicy
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import remove_record
-from asyncpipe.errors import HungTaskError, InvalidTransition
+from asyncpipe.errors import AsyncpipeError, HungTaskError, InvalidTransition, PolicyError
 from asyncpipe.runtime.arrivals import Arrivals, Listens
 from asyncpipe.runtime.execution import Around, Bind, Execution, Gates, RunningTask, nothing_around
 from asyncpipe.runtime.executor import Assignment, Executor, JoinsInTime, Replaceable
@@ -74,10 +75,14 @@ class Driver(StepDriver[Execution]):
         self._executors = dict(executors)
         self.scheduler = SchedulerState(in_flight=in_flight, policy=policy)
         """Decides which task is next. Others may read it, on the loop's thread."""
+        self._policy = "" if policy is None else getattr(policy, "__qualname__", repr(policy))
+        """The name of a policy that is somebody else's code."""
         self._in_flight = in_flight
         self._programs: WeakKeyDictionary[TaskGraph, Programs] = WeakKeyDictionary()
         self._inbox: deque[tuple[float | None, Event]] = deque()
         """What happened, and when, if that is known."""
+        self._is_broken = False
+        """Whether every step was ended by ``_break``: what devices still report then belongs to none."""
         self._wakeup_pending = False
         """Whether the loop was asked to run ``_drain_inbox`` and has not begun to."""
         self._asked_at = 0.0
@@ -325,8 +330,15 @@ class Driver(StepDriver[Execution]):
                     raise
 
     def _drain_inbox(self) -> None:
+        # With that error every step has ended, and who waits for one gets it.
+        with suppress(PolicyError):
+            self._handle_events()
+
+    def _handle_events(self) -> None:
         # Cleared first: an event that arrives after this line is either handled below or wakes the loop again.
         self._wakeup_pending = False
+        if self._is_broken:
+            self._inbox.clear()
         commands: list[Command] = []
         now = self._clock()
         late = now - self._asked_at
@@ -361,7 +373,8 @@ class Driver(StepDriver[Execution]):
 
     def _wake(self) -> None:
         self._alarm = None
-        self._proceed([], self._clock())
+        with suppress(PolicyError):
+            self._proceed([], self._clock())
 
     def _proceed(self, commands: list[Command], now: float) -> None:
         """Execute ``commands`` and those of the policies, which choose when all events have been handled.
@@ -370,13 +383,18 @@ class Driver(StepDriver[Execution]):
         """
         try:
             self._execute(commands + self.scheduler.choose(now))
+            wake_at = self.scheduler.wake_at(now)
+            if self._policy and wake_at is None and self.scheduler.is_stuck:
+                raise PolicyError(
+                    f"{self._policy} chooses none of the ready tasks while nothing runs, and has no wake_at: nobody "
+                    "would ask it again; every step of its device pool ends"
+                )
         except BaseException as error:
             self._break(error)
             raise
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        wake_at = self.scheduler.wake_at(now)
         if wake_at is not None and not self.is_closed:
             assert self._loop is not None
             self._alarm = self._loop.call_later(max(0.0, wake_at - now), self._wake)
@@ -425,8 +443,18 @@ class Driver(StepDriver[Execution]):
         observers.show(record)
 
     def _break(self, error: BaseException) -> None:
-        """End all steps with ``error``, which the scheduler or a policy raised, so that no caller waits for ever."""
+        """End all steps with ``error``, which the scheduler or a policy raised, so that no caller waits for ever.
+
+        Raises a ``PolicyError`` in its place if a policy is somebody else's code.
+        """
+        self._is_broken = True
+        told = error
+        if self._policy and isinstance(error, Exception) and not isinstance(error, AsyncpipeError):
+            told = PolicyError(f"{self._policy} raised {error!r}; every step of its device pool ends")
+            told.__cause__ = error
         self.close()
         for execution in self._under_way.values():
-            execution.abandon(error)
+            execution.abandon(told)
         self._under_way.clear()
+        if told is not error:
+            raise told

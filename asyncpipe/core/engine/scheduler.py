@@ -144,6 +144,12 @@ class SchedulerState:
                     commands += self._fail(step, task, error, now)
         return commands
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether there are ready tasks although devices hold none: only a policy can have left them there."""
+        steps = self._steps.values()
+        return bool(steps) and not any(s.held for s in steps) and any(_READY in s.states for s in steps if s.running)
+
     def wake_at(self, now: float) -> float | None:
         """When to call ``choose`` although nothing has happened; ``None`` if that is of no use. Ask after ``choose``.
 

@@ -122,7 +122,8 @@ class Policy(Protocol):
         """The next task, which the policy then forgets; ``None`` if there is none, or if waiting is better.
 
         Asked after something has happened, once all that is known has been told, and at ``wake_at``; again until it
-        answers ``None`` or the lane holds as many tasks as it may.
+        answers ``None`` or the lane holds as many tasks as it may. While no device runs anything, ``None`` without a
+        ``wake_at`` ends every step with a ``PolicyError``: nobody would ask again.
         """
 
     def drop(self, step: StepView) -> None:

@@ -34,7 +34,10 @@ class LossWatch:
             if loss.isnan():
                 raise LossError(_TEXT)
             return
-        found, self._before = (loss, None) if loss.is_cpu else (self._before and self._before.wait(), HostCopy(loss))
+        found: Tensor | None = loss
+        if not loss.is_cpu:
+            found = None if self._before is None else self._before.wait()
+            self._before = HostCopy(loss)
         if found is not None and found.isnan():
             self._on_nan, self._before = "ignore", None
             _logger.warning(_TEXT)
