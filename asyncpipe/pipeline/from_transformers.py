@@ -32,9 +32,10 @@ def from_transformers(
     a ``sample`` time. A model of a family that is not known is traced, with the example.
 
     ``await pipe.step(batch)`` takes the labels from the batch, or as the target. The loss is the model's own, counted
-    in labels that are not ignored, so it is that of the whole batch however this is padded and cut; a ``loss_fn`` takes
-    its place, and is given the model's output and the labels. ``result.outputs`` is the model's output without caches
-    and hidden states: ``result.outputs.logits``. Raises ``OptionError`` for what a pipeline would get wrong.
+    in labels that are not ignored, so it is that of the whole batch however this is padded and cut; one forward of the
+    example in evaluation mode shows that it is. A ``loss_fn`` takes its place, and is given the model's output and the
+    labels. ``result.outputs`` is the model's output without caches and hidden states: ``result.outputs.logits``. Raises
+    ``OptionError`` for what a pipeline would get wrong.
     """
     staged = stage_transformers(model, batch, own_loss="loss_fn" not in options)
     if options.get("schedule") == "auto" and "sample" not in options:

@@ -5,18 +5,20 @@ So micro-batches of any size, padded in any way, make the mean of the whole batc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncpipe.errors import LossError
+from asyncpipe.errors import LossError, OptionError
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.transformers.batch_inputs import LABELS
 
-__all__ = ["CountedLoss", "loss_kind"]
+__all__ = ["CountedLoss", "check_loss", "loss_kind"]
 
 _IGNORED = -100
 _SUFFIXES = {
@@ -103,6 +105,52 @@ class CountedLoss:
         if self.classes == 1:
             logits, labels = logits.reshape(-1), labels.reshape(-1)
         return functional.mse_loss(logits, labels), count
+
+
+def check_loss(module: nn.Module, loss: CountedLoss, batch: Any) -> CountedLoss:
+    """``loss``, or one of another kind that is what ``module`` itself computes of ``batch``: names may mislead.
+
+    One forward in evaluation mode. Raises ``OptionError`` if the model's loss is none of them. Looks at nothing if the
+    model has no values, or if neither the batch nor the kind tells what labels are like.
+    """
+    if not isinstance(batch, Mapping) or any(parameter.is_meta for parameter in module.parameters()):
+        return loss
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            labels = batch.get(LABELS)
+            if labels is None:
+                labels = _made_up(module(**batch).logits, loss.kind)
+            if labels is None:
+                return loss
+            output = module(**{**batch, LABELS: labels})
+    finally:
+        for each in training:
+            each.training = True
+    wanted = float(output.loss)
+    if not isfinite(wanted):
+        return loss
+    kinds = (loss.kind,) if loss.kind == "classes" else ("causal", "tokens")
+    found = [replace(loss, kind=kind) for kind in kinds]
+    apart = [abs(float(each(output, labels)[0]) - wanted) for each in found]
+    tolerance = 1e-4 if output.logits.dtype in (torch.float32, torch.float64) else 1e-2
+    if min(apart) <= tolerance * abs(wanted) + tolerance:
+        return found[apart.index(min(apart))]
+    raise OptionError(
+        f"{loss.name} computes a loss of {wanted:.4g} for the example batch, which is neither the mean over "
+        "its labels nor over the labels one position on; give loss_fn=, which gets (output, labels) and returns the "
+        "loss, or (mean, count)"
+    )
+
+
+def _made_up(logits: Tensor, kind: str) -> Tensor | None:
+    """Labels for each position, of which one is ignored; ``None`` if labels are of another kind."""
+    if kind == "classes" or logits.dim() < 3:
+        return None
+    labels = torch.arange(logits[..., 0].numel(), device=logits.device).reshape(logits.shape[:-1]) % logits.shape[-1]
+    labels[0, 0] = _IGNORED
+    return labels
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

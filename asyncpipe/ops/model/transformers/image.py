@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from asyncpipe.ops.model.module_image import ModuleImage
 from asyncpipe.ops.torch_internals import non_persistent_buffers
@@ -16,13 +17,32 @@ __all__ = ["Image", "make_image"]
 class Image(ModuleImage):
     """An image whose children that have buffers alone follow those of the original."""
 
+    def __init__(
+        self, original: nn.Module, children: Mapping[str, nn.Module | None], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """As ``ModuleImage``."""
+        self._types: dict[tuple[str, int, str], torch.dtype] = {}
+        """Of the original's buffers: a forward of the copy may have given it a buffer of another type."""
+        super().__init__(original, children, tensors)
+
     def refresh(self) -> None:
-        """As ``ModuleImage.refresh``, with the type of own buffers."""
+        """As ``ModuleImage.refresh``; own buffers are cast where those of the original have been."""
         super().refresh()
         for name, part in self._children.items():
             original = self.original._modules.get(name)
             if part is not None and original is not None and type(part) is type(original) and _is_table(original):
-                _follow(part, original)
+                self._follow(name, part, original)
+
+    def _follow(self, child: str, part: nn.Module, original: nn.Module) -> None:
+        for number, (mine, theirs) in enumerate(zip(part.modules(), original.modules(), strict=True)):
+            mine.training = theirs.training
+            for name, buffer in mine._buffers.items():
+                other = theirs._buffers.get(name)
+                if buffer is not None and other is not None:
+                    before = self._types.setdefault(key := (child, number, name), other.dtype)
+                    if before != other.dtype:
+                        mine._buffers[name] = buffer.to(other.dtype)
+                        self._types[key] = other.dtype
 
 
 def make_image(module: nn.Module, replaced: Mapping[str, nn.Module | None], images: list[Image]) -> nn.Module:
@@ -54,12 +74,3 @@ def _is_table(module: nn.Module) -> bool:
     tables = list(module.modules())
     buffers = any(part._buffers.keys() - non_persistent_buffers(part) for part in tables)
     return not buffers and not any(part._parameters for part in tables) and any(part._buffers for part in tables)
-
-
-def _follow(part: nn.Module, original: nn.Module) -> None:
-    for mine, theirs in zip(part.modules(), original.modules(), strict=True):
-        mine.training = theirs.training
-        for name, buffer in mine._buffers.items():
-            other = theirs._buffers.get(name)
-            if buffer is not None and other is not None and buffer.dtype != other.dtype:
-                mine._buffers[name] = other.to(buffer.device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.errors import BatchError, OptionError
-from asyncpipe.ops.model.transformers.counted_loss import CountedLoss
+from asyncpipe.ops.model.transformers.counted_loss import CountedLoss, check_loss, loss_kind
 from asyncpipe.ops.model.transformers.stage_transformers import stage_transformers
 
 transformers = pytest.importorskip("transformers")
@@ -239,6 +239,52 @@ def test_another_family_is_traced() -> None:
     check(model, gradients)
 
 
+def test_a_table_that_a_forward_has_replaced_stays() -> None:
+    """Dynamic rotary embeddings: a long batch makes a table of its own type, which differs from the model's."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = make_model("LlamaForCausalLM", max_position_embeddings=4, rope_parameters=rope)
+    bare = deepcopy(model)
+    batch = make_batch("LlamaForCausalLM")
+    batches = [batch, {name: value[:, :3] for name, value in batch.items()}, batch]
+    with asyncpipe.from_transformers(model, batches[1], devices=DEVICES, microbatches=5).sync() as pipe:
+        pipe.step(batch)
+        bare(**batch)
+        for each in batches:
+            found, wanted = pipe.eval().step(each).outputs.logits, bare.eval()(**each).logits
+            torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["TrOCRForCausalLM", "XLNetLMHeadModel", "BertLMHeadModel"])
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_the_kind_of_loss_is_the_models_own_whatever_its_class_is_called(name: str, has_labels: bool) -> None:
+    configs: dict[str, Any] = {
+        "TrOCR": {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24},
+        "XLNet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
+        "Bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+    }
+    family = next(family for family in configs if name.startswith(family))
+    config = getattr(transformers, f"{family}Config")(vocab_size=48, **configs[family])
+    model = getattr(transformers, name)(config).double().eval()
+    ids = torch.randint(3, 48, (4, 7))
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+    example = {"input_ids": ids} | ({"labels": labels} if has_labels else {})
+    loss = check_loss(model, CountedLoss.of(model, loss_kind(model)), example)
+    output = model(input_ids=ids, labels=labels)
+    assert loss(output, labels)[0].item() == pytest.approx(output.loss.item(), abs=1e-10)
+
+
+def test_a_loss_that_is_of_no_known_kind_is_refused() -> None:
+    class OtherForCausalLM(transformers.GPT2LMHeadModel):
+        def forward(self, **batch: Any) -> Any:
+            output = super().forward(**batch)
+            output.loss = output.loss * 2
+            return output
+
+    model = OtherForCausalLM(make_model("GPT2LMHeadModel").config)
+    with pytest.raises(OptionError, match="give loss_fn=, which gets"):
+        asyncpipe.from_transformers(model, make_batch("GPT2LMHeadModel"), devices=DEVICES, microbatches=3)
+
+
 def test_units_are_joined_also_of_a_copy_and_hooks_of_layers_are_called() -> None:
     model, batch = make_model("GemmaForCausalLM"), make_batch("GemmaForCausalLM")
     finest = stage_transformers(model, batch)
@@ -249,6 +295,7 @@ def test_units_are_joined_also_of_a_copy_and_hooks_of_layers_are_called() -> Non
     for index, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda *_, index=index: seen.append(f"layer {index}"))
     with asyncpipe.from_transformers(model, batch, devices=["cpu"], microbatches=1, balance=[3]).sync() as pipe:
+        seen.clear()  # The loss of the example was compared with the model's own.
         pipe.eval().step(batch)
     assert seen == ["layer 0", "layer 1", "layer 2"]
 
