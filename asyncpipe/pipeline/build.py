@@ -110,6 +110,12 @@ class PipelineParts:
         """Which micro-batches are recomputed."""
         return CheckpointMode(self.options.checkpoint)
 
+    @property
+    def has_executors(self) -> bool:
+        """Whether tasks run by executors of the caller's own, who may enter there what he has entered around steps."""
+        pool = self.options.pool
+        return self.options.executors is not None or (pool is not None and pool.has_executors)
+
     def check_model(self) -> None:
         """Raise ``OptionError`` if the stages are not what the model is now, or a cache of its weights is on."""
         if _top_modules(self.staged.module) != self.modules:

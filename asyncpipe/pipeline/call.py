@@ -95,7 +95,7 @@ class PreparedCall(StepHere[Any]):
     def __init__(self, parts: PipelineParts, tenancy: Tenancy, arguments: Arguments) -> None:
         options = parts.options
         parts.check_model()
-        context = CallerContext.capture()
+        context = CallerContext.capture(modes=parts.has_executors)
         batch: Any = arguments
         if len(arguments.args) == 1 and not arguments.kwargs and isinstance(arguments.args[0], Microbatches | UserDict):
             batch = keywords(arguments.args[0])

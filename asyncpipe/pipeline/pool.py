@@ -146,6 +146,11 @@ class DevicePool:
         """Whether nobody else decides about its lanes."""
         return self._options.policy is None
 
+    @property
+    def has_executors(self) -> bool:
+        """Whether its executors are somebody's own."""
+        return self._options.executors is not None
+
     def check_closing(self) -> None:
         """Raise ``NestedWaitError`` inside a task while a step is under way, for which closing would wait."""
         if inside_task() and self.driver.is_busy:

@@ -132,7 +132,7 @@ class StepInputs:
         """
         options = parts.options
         parts.check_model()
-        context = CallerContext.capture()
+        context = CallerContext.capture(modes=parts.has_executors)
         training = parts.module.training and context.grad and not context.inference
         if isinstance(x, CutInputs):
             _check_loss(options.loss_fn, target, training)

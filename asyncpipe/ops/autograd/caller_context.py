@@ -34,8 +34,8 @@ class CallerContext:
     """Context variables and their values. They do not travel to workers."""
 
     @classmethod
-    def capture(cls) -> CallerContext:
-        """The state of the calling thread.
+    def capture(cls, *, modes: bool = False) -> CallerContext:
+        """The state of the calling thread. With ``modes``, those of torch are somebody else's business.
 
         Raises ``BackwardError`` or ``OptionError`` where part of that state cannot be taken over: other threads know
         nothing of a mode or of a transform of ``torch.func``, and tasks detach what they pass on, which drops
@@ -51,7 +51,7 @@ class CallerContext:
                 "a pipeline runs on threads that transforms of torch.func (grad, vjp, vmap, …) do not reach; transform "
                 "the bare model, or call backward"
             )
-        if mode := inside_modes():
+        if not modes and (mode := inside_modes()):
             raise OptionError(
                 f"{mode} is active on the thread that called, and would not see what a pipeline computes on other "
                 "threads; leave it before the call, or enter it inside the stages"

@@ -23,8 +23,8 @@ class LossWatch:
 
     def __init__(self, on_nan: str = "warn") -> None:
         self._on_nan = on_nan
-        self._before: HostCopy | None = None
-        """The loss of the step before, on its way to the host: nobody waits for the device only to warn."""
+        self._coming: HostCopy | None = None
+        """An earlier loss on its way to the host: nobody waits for the device only to warn."""
 
     def saw(self, loss: Tensor | None) -> None:
         """Warn of a loss that is not a number, the first time; or raise ``LossError``."""
@@ -34,10 +34,11 @@ class LossWatch:
             if loss.isnan():
                 raise LossError(_TEXT)
             return
-        found: Tensor | None = loss
-        if not loss.is_cpu:
-            found = None if self._before is None else self._before.wait()
-            self._before = HostCopy(loss)
-        if found is not None and found.isnan():
-            self._on_nan, self._before = "ignore", None
+        if self._coming is None:
+            self._coming = HostCopy(loss)
+        if not self._coming.is_over:
+            return
+        found, self._coming = self._coming.wait(), None
+        if found.isnan():
+            self._on_nan = "ignore"
             _logger.warning(_TEXT)
