@@ -112,10 +112,9 @@ class HostCopy:
         if not tensor.is_cpu:
             self._there = record(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
-    @property
-    def is_over(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._there is None or self._there.query()
+    def now(self) -> Tensor | None:
+        """The tensor on the CPU, if it is there."""
+        return self._copy if self._there is None or self._there.query() else None
 
     def wait(self) -> Tensor:
         """The tensor on the CPU; blocks until the copy is over, and not for what was queued behind it."""

@@ -36,9 +36,9 @@ class LossWatch:
             return
         if self._coming is None:
             self._coming = HostCopy(loss)
-        if not self._coming.is_over:
+        if (found := self._coming.now()) is None:
             return
-        found, self._coming = self._coming.wait(), None
+        self._coming = None
         if found.isnan():
             self._on_nan = "ignore"
             _logger.warning(_TEXT)
