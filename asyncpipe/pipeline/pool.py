@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -79,6 +78,9 @@ class DevicePool:
             if self.workers is None
             else self.workers.driver
         )
+        seconds = options.hang_seconds
+        self.watchdog = None if seconds is None else Watchdog(self.driver, factor=options.hang_factor, floor=seconds)
+        """What gives up tasks that hang; not of a worker's own pool."""
         self._portal: Portal | None = None
         """The thread of the driver's loop; in a worker process the driver has the loop of the process instead."""
         self._options = options
@@ -118,6 +120,8 @@ class DevicePool:
         await self.driver.drain()
         if self.workers is not None:
             await self.workers.aclose()
+        if self.watchdog is not None:
+            await self.watchdog.__aexit__()
 
     @property
     def is_open(self) -> bool:
@@ -212,15 +216,6 @@ class DevicePool:
         """Run ``coroutine`` on the driver's loop, and block until it has ended."""
         return self.portal.call(coroutine)
 
-    @asynccontextmanager
-    async def watched(self, watchdog: Watchdog) -> AsyncIterator[None]:
-        """Have ``watchdog``, of this pool's driver, watch it on its loop during the block."""
-        await self.run(watchdog.__aenter__())
-        try:
-            yield
-        finally:
-            await self.run(watchdog.__aexit__())
-
     @property
     def threads(self) -> Driver:
         """The driver of a pool whose devices are in this process."""
@@ -248,6 +243,8 @@ class DevicePool:
 
     async def _start(self) -> None:
         self._open_driver()
+        if self.watchdog is not None:
+            await self.watchdog.__aenter__()
 
     def _open_driver(self) -> None:
         self.driver.open()

@@ -58,6 +58,12 @@ class PoolOptions:
     """Where workers of other machines reach a worker: the name of a network interface (``"eth0"``), one of its
     addresses, or a network that it is in (``"10.1.0.0/16"``). By default where the controller
     reaches it."""
+    hang_seconds: float | None = field(default=60.0, metadata={CONTROLLERS_ONLY: True})
+    """A task hangs if it does not end within so many seconds, nor within ``hang_factor`` times what it usually takes
+    (the first of its kind: within ten times these seconds). Its step fails with an error that names it; its worker is
+    killed, or its thread given up, and then the pipeline takes no more steps. ``None``: tasks may take any time."""
+    hang_factor: float = field(default=20.0, metadata={CONTROLLERS_ONLY: True})
+    """How much longer than usually a task may take."""
     worker_path: Sequence[str] = field(default=(), metadata={CONTROLLERS_ONLY: True})
     """Folders in which workers look for modules before those of ``sys.path``."""
     executors: Callable[[str], Executor] | None = field(default=None, metadata={CONTROLLERS_ONLY: True})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import math
 import sys
 import threading
@@ -19,13 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from asyncpipe.core.engine.events import (
     Command,
     Dispatch,
     Event,
     GateOpened,
+    Outcome,
     RunPrograms,
     StepCancelled,
     StepCompleted,
@@ -51,6 +53,8 @@ from asyncpipe.runtime.step_driver import StepDriver, Tenant
 from asyncpipe.runtime.watchdog import Suspect
 
 __all__ = ["Driver"]
+
+_logger = logging.getLogger(__name__)
 
 _FROM_OUTSIDE = (GateOpened, StepCancelled)
 """Events that may come after the end of their step."""
@@ -83,6 +87,8 @@ class Driver(StepDriver[Execution]):
         """What happened, and when, if that is known."""
         self._is_broken = False
         """Whether every step was ended by ``_break``: what devices still report then belongs to none."""
+        self._completed: WeakSet[TaskGraph] = WeakSet()
+        """The graphs of steps that were completed."""
         self._wakeup_pending = False
         """Whether the loop was asked to run ``_drain_inbox`` and has not begun to."""
         self._asked_at = 0.0
@@ -224,12 +230,23 @@ class Driver(StepDriver[Execution]):
         return [
             Suspect(
                 running.started,
-                self.scheduler.expected(running.execution.number, running.task),
+                self._expected(running.execution, running.task),
                 partial(self._give_up, running),
                 running.executor.thread,
             )
             for running in self.running()
         ]
+
+    def _expected(self, execution: Execution, task: int) -> float | None:
+        """The seconds that a task usually takes; 0.0 if all that is known is that such a step was completed before."""
+        expected = self.scheduler.expected(execution.number, task)
+        return 0.0 if expected is None and execution.graph in self._completed else expected
+
+    def _give_up_late(self, step: Execution) -> None:
+        now = self._clock()
+        for running in self.running():
+            if running.execution is step:
+                self._give_up(running, now - running.started, _logger.error)
 
     def _give_up(self, running: RunningTask, seconds: float, found: Callable[[str], object]) -> None:
         """Abandon a task that hangs, and fail its step."""
@@ -239,6 +256,7 @@ class Driver(StepDriver[Execution]):
         stack = "" if frame is None else "".join(traceback.format_stack(frame))
         error = HungTaskError(task.id, task.lane.device, seconds, expected, waits, stack)
         if running.executor.give_up(running.current, lambda: self.fail(execution, number, error)):
+            execution.tenant.hung = error
             found("\n".join([str(error), *(f"  {wait}" for wait in waits)]))
 
     def _waits(self, execution: Execution, task: int) -> Sequence[str]:
@@ -439,6 +457,8 @@ class Driver(StepDriver[Execution]):
         notes.taken = record.notes.taken
         record = replace(record, notes=notes)
         execution.complete(record)
+        if end.outcome is Outcome.OK:
+            self._completed.add(execution.graph)
         self._end(execution, end)
         observers.show(record)
 

@@ -29,7 +29,7 @@ from asyncpipe.runtime.hang_search import HangSearch
 from asyncpipe.runtime.part_messages import Call, PartEnded, StartPart, on_clock
 from asyncpipe.runtime.parts_execution import PartsExecution, PlacedPipeline, WorkerLink
 from asyncpipe.runtime.step_abort import StepAbort
-from asyncpipe.runtime.step_driver import StepDriver
+from asyncpipe.runtime.step_driver import CANCEL_SECONDS, StepDriver
 from asyncpipe.runtime.watchdog import Suspect
 
 __all__ = ["LOSS_SECONDS", "PartsDriver"]
@@ -95,6 +95,14 @@ class PartsDriver(StepDriver[PartsExecution]):
     def cancel(self, execution: PartsExecution) -> None:
         if execution.number in self._under_way:
             self._stop(execution)
+
+    def _give_up_late(self, step: PartsExecution) -> None:
+        left = [worker for name, worker in step.workers.items() if name not in step.ended and worker.lost is None]
+        running = {worker: [task.id for of, task, _ in self._tasks_in(worker) if of is step] for worker in left}
+        # Those that run nothing wait for those that do, unless nobody can be seen to run anything.
+        for worker in [worker for worker in left if running[worker]] or left:
+            what = " and ".join(running[worker]) or "its part"
+            worker.kill(f"{what} of a cancelled step did not end within {CANCEL_SECONDS:g} s", stacks=True)
 
     def _stop(self, execution: PartsExecution) -> None:
         """Tell the workers of this step, and of those behind it, to begin no more tasks."""

@@ -17,12 +17,15 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.step_record import StepRecord
-from asyncpipe.errors import PipelineClosedError, TaskError
+from asyncpipe.errors import HungTaskError, PipelineClosedError, TaskError
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.step_abort import StepAbort
 
 __all__ = ["DrivenStep", "StepDriver", "Tenant", "task_error"]
+
+CANCEL_SECONDS = 5.0
+"""For the tasks that run when their step is cancelled; those that have not ended by then are given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,8 @@ class Tenant:
     """Who gets the records of its steps."""
     is_leaving: bool = field(default=False, init=False)
     """Set for good when the driver drains it: its steps are refused from then on."""
+    hung: HungTaskError | None = field(default=None, init=False)
+    """A task of it that was given up on a thread, which may still write to its model."""
 
 
 class DrivenStep(ABC):
@@ -55,6 +60,8 @@ class DrivenStep(ABC):
         """Has a result when the last task is issued, or the step is drained after an error or a cancellation."""
         self.done: asyncio.Future[StepCompleted] = loop.create_future()
         """Has a result when every device is done."""
+        self.late: asyncio.TimerHandle | None = None
+        """Gives up, after a cancellation, what does not end."""
 
     def end(self) -> StepCompleted:
         """How it has ended, once it is ``done``. From any thread."""
@@ -115,6 +122,11 @@ class StepDriver(ABC, Generic[_Step]):
     def _check_open(self, tenant: Tenant) -> None:
         if not self.accepts(tenant):
             raise PipelineClosedError("the pipeline is closed")
+        if tenant.hung is not None:
+            raise PipelineClosedError(
+                f"a task of this pipeline was given up, and its thread may still write to the model: {tenant.hung}; "
+                "make a new pipeline, of a model from a snapshot"
+            ) from tenant.hung
 
     def _begin(self, step: _Step, after: _Step | None) -> None:
         """``step`` is under way from now on, and ``follows`` the step ``after`` if that is not over.
@@ -132,6 +144,8 @@ class StepDriver(ABC, Generic[_Step]):
         """``step`` is over."""
         del self._under_way[step.number]
         step.abort.end()
+        if step.late is not None:
+            step.late.cancel()
         finished = StepFinished(end.step, end.outcome, end.failed_task, end.error)
         if not step.issued.done():
             step.issued.set_result(finished)
@@ -142,12 +156,15 @@ class StepDriver(ABC, Generic[_Step]):
         """Wait until the last task of a step is issued, on threads, or until all its parts have ended, in workers.
 
         Raises as ``raise_for`` of the step. A cancellation takes effect between two tasks. In both cases nobody
-        computes for the step any more when this raises.
+        computes for the step any more when this raises; a task that has not ended ``CANCEL_SECONDS`` after a
+        cancellation is given up, on its thread, or its worker is killed.
         """
         try:
             end = await asyncio.shield(step.issued)
         except asyncio.CancelledError:
             self.cancel(step)
+            if step.number in self._under_way and step.late is None:
+                step.late = asyncio.get_running_loop().call_later(CANCEL_SECONDS, self._give_up_late, step)
             # No thread may use the step any more, even if the caller is cancelled again meanwhile.
             await wait_uncancelled(step.done)
             raise
@@ -157,6 +174,10 @@ class StepDriver(ABC, Generic[_Step]):
     @abstractmethod
     def cancel(self, step: _Step) -> None:
         """Abort the step, unless it is over, and those behind it. On the driver's loop."""
+
+    @abstractmethod
+    def _give_up_late(self, step: _Step) -> None:
+        """Give up what runs of a step that was cancelled ``CANCEL_SECONDS`` ago."""
 
     @abstractmethod
     def close(self) -> None:

@@ -40,7 +40,6 @@ from asyncpipe.errors import (
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
 from asyncpipe.train.next_move import LONGEST_PAUSE, Loss, Losses, MoveKind, loss_of, next_move, short
@@ -152,7 +151,7 @@ class LastingRun:
         folder = str(self._job.path.resolve().parent)
         with blaming_key(self._job, "pipeline"):
             pool = DevicePool(workers=workers, transport=table.transport, worker_path=[folder])
-        async with pool, pool.watched(Watchdog(pool.driver)):
+        async with pool:
             self._pool, self._is_own = pool, True
             yield
 

@@ -264,7 +264,7 @@ async def test_a_task_that_hangs_costs_a_snapshot_and_no_more(tmp_path, monkeypa
             await ended(opened, record.id)
             causes = [each.cause for each in await opened.history(record.id)]
             assert (await opened.get(record.id)).state is FINISHED, causes
-            assert opened.manager.watchdog.hung >= (blocks > 0)
+            assert opened.manager.pool.watchdog.hung >= (blocks > 0)
             assert any("did not end within" in cause for cause in causes) or not blocks
             return await curve(opened, record.id)
 

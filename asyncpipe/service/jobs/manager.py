@@ -24,7 +24,6 @@ from typing import Any
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
@@ -77,8 +76,7 @@ class Manager:
         self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._is_suspect)
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
         launcher = RayWorkers(**settings.ray.model_dump()) if settings.workers == "ray" else settings.workers
-        self.pool = DevicePool(workers=launcher, worker_path=folders)
-        self.watchdog = Watchdog(self.pool.driver, factor=settings.watchdog_factor, floor=settings.watchdog_floor)
+        self.pool = DevicePool(workers=launcher, worker_path=folders, **settings.hangs)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self.ended = EndedJobs(self.jobs, self.logs.folder, settings.max_queued)
         self._entries = entries
@@ -104,7 +102,6 @@ class Manager:
     async def __aenter__(self) -> Manager:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.pool)
-            await stack.enter_async_context(self.pool.watched(self.watchdog))
             if self.processes is not None:
                 await stack.enter_async_context(self.processes)
             attempts, resume = self.settings.max_attempts, self.settings.resume
@@ -181,7 +178,8 @@ class Manager:
     @property
     def hung(self) -> int:
         """How many hangs watchdogs have found, and ended."""
-        return self.watchdog.hung + self._hung
+        assert self.pool.watchdog is not None
+        return self.pool.watchdog.hung + self._hung
 
     def outlook(self, job: str) -> Outlook:
         """What is known of a job now and is not in its record. The time that it has trained is not part of it.

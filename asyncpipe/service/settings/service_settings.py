@@ -217,6 +217,11 @@ class ServiceSettings(FolderSettings):
         return self
 
     @property
+    def hangs(self) -> dict[str, float]:
+        """Options of a device pool: when a task hangs."""
+        return {"hang_seconds": self.watchdog_floor, "hang_factor": self.watchdog_factor}
+
+    @property
     def is_isolated(self) -> bool:
         """Whether each job runs in a process of its own."""
         if self.isolation is not None:

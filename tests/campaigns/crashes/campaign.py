@@ -27,7 +27,6 @@ from pathlib import Path
 from asyncpipe import DevicePool
 from asyncpipe.errors import WorkerLostError, WorkerStartError
 from asyncpipe.runtime.portal import new_event_loop
-from asyncpipe.runtime.watchdog import Watchdog
 from tests.campaigns.crashes.controllers import kill_controllers
 from tests.campaigns.crashes.job import DEVICES, Job, Snapshot, restore, take
 from tests.campaigns.crashes.left import Held, child_named, threads_and_files
@@ -147,14 +146,11 @@ class Rounds:
             self._snapshots[schedule] = job.beginning
         new_event_loop().close()  # libuv opens a pipe for the whole process with its first loop.
         self._held = Held(*self._folders)
-        self._pool = DevicePool(workers="processes")
+        self._pool = DevicePool(workers="processes", hang_seconds=FLOOR)
         await self._pool.__aenter__()
-        self._watchdog = Watchdog(self._pool.driver, floor=FLOOR)
-        await self._watchdog.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._watchdog.__aexit__()
         await self._pool.aclose()
 
     def check_nothing_is_left(self) -> None:

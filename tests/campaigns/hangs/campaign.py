@@ -25,7 +25,6 @@ from asyncpipe.core.hangs.roots import HangState
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError, HangError, WorkerLostError
 from asyncpipe.pipeline import workers
-from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.testing import shape_edges
 from tests.campaigns.hangs.cases import KINDS, MAPPING, Expected, Layout, draw_layout, draw_plant
 from tests.campaigns.hangs.planted import ENTRY, Plant
@@ -163,10 +162,10 @@ def _is_right(said: HangError, expected: Expected) -> bool:
 async def lane(*, is_shaped: bool = False, floor: float = FLOOR) -> AsyncIterator[Lane]:
     """A lane with its pool. Where edges are shaped, devices take no messages themselves."""
     with patch.object(workers, "ENTRY", ENTRY), tempfile.TemporaryDirectory() as folder:
-        pool = DevicePool(workers=MAPPING)
+        pool = DevicePool(workers=MAPPING, hang_seconds=floor)
         if is_shaped:
             shape_edges(pool)
-        async with pool, Watchdog(pool.driver, floor=floor):
+        async with pool:
             yield Lane(pool, Path(folder))
 
 

@@ -30,7 +30,6 @@ from host_helpers import Hosts
 from run_helpers import assert_same_end
 from torch import Generator, nn
 
-from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.testing import EdgeShape, EdgeState, reshape, shape_edges
 from asyncpipe.train import lasting_run, next_move
 from asyncpipe.train.job_file import Job
@@ -137,7 +136,7 @@ class Rounds(ProgressSink):
             for module in (lasting_run, next_move):
                 patched.setattr(module, "LONGEST_PAUSE", 0.1)
             self._pool = shape_edges(pool)
-            async with pool, Watchdog(pool.driver, floor=FLOOR):
+            async with pool:
                 self._run = LastingRun(self._job("struck"), self._workload, progress=self, pool=pool)
                 try:
                     summary = await self._run.run()

@@ -86,7 +86,7 @@ async def test_a_lost_worker_is_started_again_and_its_job_goes_on_bit_equal_and_
         assert [str(each.to_state) for each in history] == ["queued", *["running", "queued"] * 2, "running", "finished"]
         assert "worker 'cpu:1' was killed by SIGKILL, while it ran F(0,1) on cpu:1" in history[2].cause
         assert "worker 'cpu:1' was killed by its controller: F(0,1) on cpu:1 did not end within" in history[4].cause
-        assert manager.watchdog.hung == 1
+        assert manager.pool.watchdog.hung == 1
         assert [str(each.to_state) for each in await store.history(jobs["beside"])] == ["queued", "running"]
     job = job_of(record, settings)
     alone = job.override("pipeline", workers="threads").override("snapshots", folder=tmp_path / "alone")

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.watchdog import Watchdog
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.lifeline import lead_group
 from asyncpipe.service.jobs.isolation.confines import confine
@@ -76,12 +75,9 @@ class _OneRun:
         self._drained.set(message.drained)
         try:
             confine(message.confines)
-            pool = DevicePool(workers=message.job.pool_workers(), worker_path=message.worker_path)
+            pool = DevicePool(workers=message.job.pool_workers(), worker_path=message.worker_path, **message.hangs)
             await self.stack.enter_async_context(pool)
-            factor, floor = message.watchdog
-            watchdog = Watchdog(pool.driver, factor=factor, floor=floor)
-            await self.stack.enter_async_context(pool.watched(watchdog))
-            self._relay.hung = lambda: watchdog.hung
+            self._relay.hung = lambda: 0 if pool.watchdog is None else pool.watchdog.hung
             run = LastingRun(
                 message.job,
                 partial(_made, message.make_workload),

@@ -46,8 +46,8 @@ class RunJob:
     make_workload: bytes = field(repr=False)
     """Pickled, so that the entry's module is imported where it cannot hold up anything else."""
     confines: Confines
-    watchdog: tuple[float, float]
-    """Its factor and floor."""
+    hangs: Mapping[str, float]
+    """Options of its pool: when a task hangs."""
     worker_path: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     """Devices that the job may have in the place of its own."""

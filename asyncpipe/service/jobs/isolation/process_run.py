@@ -82,7 +82,7 @@ class ProcessRun:
                     self._job,
                     self._make_workload,
                     confines_of(settings, self._job, is_background=self._share.background),
-                    (settings.watchdog_factor, settings.watchdog_floor),
+                    settings.hangs,
                     self._processes.worker_path,
                     tuple(self._drained.others),
                     self._drained.units,
