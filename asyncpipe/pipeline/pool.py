@@ -360,6 +360,11 @@ class Tenancy:
     def check(self) -> None:
         """Raise ``PipelineClosedError`` unless it is open."""
         if self.is_open:
+            if (hung := self.tenant.hung) is not None:
+                raise PipelineClosedError(
+                    f"a task of this pipeline was given up, and its thread may still write to the model: {hung}; make "
+                    "a new pipeline, of a model from a snapshot"
+                ) from hung
             return
         self.check_process()
         if not self._opened:

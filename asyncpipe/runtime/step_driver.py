@@ -122,11 +122,6 @@ class StepDriver(ABC, Generic[_Step]):
     def _check_open(self, tenant: Tenant) -> None:
         if not self.accepts(tenant):
             raise PipelineClosedError("the pipeline is closed")
-        if tenant.hung is not None:
-            raise PipelineClosedError(
-                f"a task of this pipeline was given up, and its thread may still write to the model: {tenant.hung}; "
-                "make a new pipeline, of a model from a snapshot"
-            ) from tenant.hung
 
     def _begin(self, step: _Step, after: _Step | None) -> None:
         """``step`` is under way from now on, and ``follows`` the step ``after`` if that is not over.

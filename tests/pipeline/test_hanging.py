@@ -60,7 +60,7 @@ def pipeline(path: Path, workers: str, **options) -> Pipeline:
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 async def test_a_step_that_hangs_ends_with_the_name_of_its_task(tmp_path, workers):
     path = tmp_path / "hangs"
-    async with pipeline(path, workers, hang_seconds=0.2) as pipe:
+    async with pipeline(path, workers, hang_seconds=1.5) as pipe:
         await pipe.step(X, X)
         path.touch()
         with pytest.raises((TaskError, WorkerLostError), match=r"F\(0,1\)") as caught:

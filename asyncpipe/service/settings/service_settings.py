@@ -217,7 +217,7 @@ class ServiceSettings(FolderSettings):
         return self
 
     @property
-    def hangs(self) -> dict[str, float]:
+    def hangs(self) -> dict[str, Any]:
         """Options of a device pool: when a task hangs."""
         return {"hang_seconds": self.watchdog_floor, "hang_factor": self.watchdog_factor}
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.metrics.totals import Totals
@@ -46,7 +47,7 @@ class RunJob:
     make_workload: bytes = field(repr=False)
     """Pickled, so that the entry's module is imported where it cannot hold up anything else."""
     confines: Confines
-    hangs: Mapping[str, float]
+    hangs: Mapping[str, Any]
     """Options of its pool: when a task hangs."""
     worker_path: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
