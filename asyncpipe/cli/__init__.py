@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An ``AsyncpipeError`` becomes one line on stderr and status 2.
     """
     parser = _parser()
-    args, more = parser.parse_known_args(argv)
+    args, more = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
     if more and not hasattr(args, "run_with"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     try:
@@ -56,6 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     return status
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """``argv``, in which ``--since -1d`` is ``--since=-1d``: argparse takes what begins with a dash for an option."""
+    joined: list[str] = []
+    for text in argv:
+        if joined and joined[-1].startswith("--") and re.fullmatch(r"-[0-9.]+[smhd]", text):
+            joined[-1] += f"={text}"
+        else:
+            joined.append(text)
+    return joined
 
 
 def _parser() -> argparse.ArgumentParser:

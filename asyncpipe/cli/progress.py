@@ -135,8 +135,10 @@ class LiveProgress(ProgressSink):
 
 def figures(progress: StepProgress) -> str:
     """Loss, speed, bubble and the time that is left, in one line."""
+    tokens, samples = progress.tokens_per_second, progress.samples / progress.seconds if progress.seconds else 0.0
+    speed = f"{tokens:,.0f} tokens/s" if progress.tokens else f"{samples:,.0f} samples/s"
     return (
-        f"loss {progress.loss:.3f}  {progress.tokens_per_second:,.0f} tokens/s  "
+        f"loss {progress.loss:.3f}  {speed}  "
         f"bubble {progress.report.bubble_ratio:.0%}  {minutes(progress.remaining_seconds)} left"
     )
 

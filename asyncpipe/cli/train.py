@@ -186,8 +186,9 @@ async def _run(
 
 
 def _print_summary(summary: TrainingSummary) -> None:
+    speed = f"{summary.tokens_per_second:,.0f} tokens/s, " if summary.tokens_per_second else ""
     print(
-        f"{summary.name}: {summary.steps} steps in {summary.seconds:.1f} s, {summary.tokens_per_second:,.0f} tokens/s, "
+        f"{summary.name}: {summary.steps} steps in {summary.seconds:.1f} s, {speed}"
         f"loss {summary.loss:.3f} and bubble {summary.bubble_ratio:.0%} (mean of the last 20 steps)"
     )
     for stage in summary.compiled:

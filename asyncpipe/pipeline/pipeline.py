@@ -55,7 +55,7 @@ _logger = logging.getLogger(__name__)
 class Pipeline(ModelProxy):
     """A model that trains as a pipeline. Open it with ``async with``, then ``await step(x, target)``.
 
-    ``Pipeline(model, devices, *, microbatches=8, ...)`` takes the fields of ``PipelineArguments``, which are explained
+    ``Pipeline(model, devices, *, microbatches, ...)`` takes the fields of ``PipelineArguments``, which are explained
     in ``asyncpipe/pipeline/options.py``. A wrong value raises here, before anything runs or moves.
     """
 

@@ -71,8 +71,8 @@ class Workload:
     3. Otherwise N batches are made from the seed and dropped. This is always right, but takes as long as making them.
        If the generator's state then differs from the saved one, a warning is logged.
     """
-    tokens_per_sample: int = 1
-    """How many tokens (characters, words, pixels …) a sample counts for in tokens per second."""
+    tokens_per_sample: int = 0
+    """How many tokens (characters, words …) a sample counts for in tokens per second; 0 if it is made of none."""
     held_out: Callable[[int], Iterable[Batch]] | None = None
     """``held_out(batch_size)`` yields the same few mini-batches each time; training does not use them."""
     weight: Callable[[Batch], float] | None = None

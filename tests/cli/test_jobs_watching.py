@@ -92,6 +92,7 @@ def test_jobs_are_submitted_listed_and_steered_by_names(api, run, tmp_path):
     changed = json.loads(run("show", ids[3], "--json")[0][0])
     assert (changed["priority_class"], changed["weight"]) == ("background", 2.5)
     assert changed["tags"] == ["w3", "good"]
+    assert len(run("list", "--since", "-1h")[0]) > 1
     assert run("list", "--since", "1h")[0] == run("list", "--entry", "none")[0] == ["no jobs"]
 
 

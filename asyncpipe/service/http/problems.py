@@ -134,8 +134,7 @@ def _problem_of(error: Exception) -> Problem | None:
             return Problem(404, "unknown-job", "there is no job of this id or name")
         case AmbiguousJobError():
             listed = [{"id": each.id, "name": each.name, "state": str(each.state)} for each in error.candidates]
-            detail = "several jobs have this name, or ids that begin so; see candidates"
-            return Problem(404, "ambiguous-job", detail, more={"candidates": listed})
+            return Problem(404, "ambiguous-job", str(error), more={"candidates": listed})
         case JobStateError():
             more = {"job": error.job, "state": str(error.state), "possible": list(map(str, error.possible))}
             return Problem(409, "job-state", str(error), more=more)
