@@ -44,7 +44,7 @@ await driven(chromium, profile, async (page, facts) => {
   page.on('request', () => { asked += 1; });
   const begun = Date.now();
   await open(page, facts, url);
-  await page.waitForFunction(() => document.querySelector('.job') || !document.getElementById('empty').hidden, WAIT);
+  await page.waitForFunction(() => document.querySelector('.job') || !document.getElementById('nothing').hidden, WAIT);
   facts.milliseconds = Date.now() - begun;
   await page.waitForSelector('#connection[data-state=live]', WAIT);
   await new Promise(done => setTimeout(done, 3000));
