@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncpipe.errors import LauncherError
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.handed_down import HandedDown
 from asyncpipe.runtime.workers.launcher import Invitation
@@ -101,8 +102,10 @@ class _Agent:
         return self._launchers[-1][1]
 
     async def _start(self, start: StartChild) -> int:
-        visible = os.environ.get(_VISIBLE, "").split(",")
-        numbers = visible if visible[0] else [str(each) for each in range(max(start.accelerators, default=-1) + 1)]
+        most, visible = max(start.accelerators, default=-1), os.environ.get(_VISIBLE)
+        numbers = [str(each) for each in range(most + 1)] if visible is None else visible.split(",") if visible else []
+        if most >= len(numbers):
+            raise LauncherError(f"{_VISIBLE}={visible!r} on this host shows no accelerator {most}")
         own = {_VISIBLE: ",".join(numbers[each] for each in start.accelerators)}
         child = await self._launcher(start).start(start.invitation, own)
         self._children[start.invitation.token] = child

@@ -10,9 +10,12 @@ from asyncpipe.runtime.workers.launcher import Address
 __all__ = ["GONE_SECONDS", "connect", "prepare"]
 
 GONE_SECONDS = 10
-"""Without any sign of the other host, after which a connection breaks: its cable is pulled, or its power is gone."""
+"""Without any sign of the other host, after which an idle connection breaks: its cable is pulled, or its power gone."""
 IDLE_SECONDS = 2
 BETWEEN_SECONDS = 2
+BLOCKED_SECONDS = 25
+"""For what was sent to arrive, or for room for it: longer than a worker may be silent, since nothing is read while a
+thread holds the GIL."""
 
 
 def prepare(connected: socket.socket) -> None:
@@ -29,7 +32,7 @@ def prepare(connected: socket.socket) -> None:
         "TCP_KEEPINTVL": BETWEEN_SECONDS,
         "TCP_KEEPCNT": (GONE_SECONDS - IDLE_SECONDS) // BETWEEN_SECONDS,
         # While something that was sent has not arrived, nothing is asked.
-        "TCP_USER_TIMEOUT": GONE_SECONDS * 1000,
+        "TCP_USER_TIMEOUT": BLOCKED_SECONDS * 1000,
     }
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:  # Not every system has all.

@@ -64,7 +64,7 @@ def test_two_machines_meet_by_tcp(host: str) -> None:
         each.setblocking(True)
         assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp.GONE_SECONDS * 1000
+        assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp.BLOCKED_SECONDS * 1000
     sender.sendall(b"what the edge begins with")
     assert receiver.recv(100) == b"what the edge begins with"
     for each in (sender, receiver):
@@ -168,7 +168,7 @@ def test_a_host_whose_cable_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody closes anything; both ends notice, whether they wait to send or to receive."""
     if os.getuid() != 0 or shutil.which("ip") is None:
         pytest.skip("only root can pull a cable, with ip")
-    for name, seconds in {"GONE_SECONDS": 2, "IDLE_SECONDS": 1, "BETWEEN_SECONDS": 1}.items():
+    for name, seconds in {"GONE_SECONDS": 2, "BLOCKED_SECONDS": 2, "IDLE_SECONDS": 1, "BETWEEN_SECONDS": 1}.items():
         monkeypatch.setattr(tcp, name, seconds)
     hosts = Host("10.77.0.1"), Host("10.77.0.2")
     stages = [threading.Barrier(2, timeout=SECONDS) for _ in range(4)]

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,15 @@ WRONG = [
     (("echo", lambda: None), MessageError, r"a tuple cannot be sent .* must be importable from a module"),
     (("echo", TwoArgumentsError(1, 2)), MessageError, "a message from another process cannot be unpickled"),
 ]
+
+
+async def test_a_message_may_have_more_buffers_than_the_system_takes_at_a_time():
+    sent = [numpy.full(SMALLEST_OUT_OF_BAND, number % 251, numpy.uint8) for number in range(1500)]
+    async with Recorded().group as group:
+        (worker,) = await group.start("worker")
+        async with asyncio.timeout(SECONDS):
+            answer = await worker.ask(("echo", sent))
+    assert all(map(numpy.array_equal, answer, sent))
 
 
 async def test_whatever_goes_wrong_with_an_answer_ends_the_question():
