@@ -36,8 +36,6 @@ FRAMES_AT_ONCE = 4
 """How many are sent on the thread of who sends a message."""
 ROOM = 1 << 21
 """Bytes that the operating system is to take before they are read, on one host: a mini-batch as a rule."""
-MOST_BUFFERS = 1024
-"""That the operating system takes at a time."""
 READS_PER_TURN = FRAMES_PER_TURN = 32
 """How often a channel reads, or sends, before other work of its loop has its turn."""
 
@@ -162,7 +160,7 @@ class Channel:
         if not self._under_way and not self._next_frame():
             return True
         try:
-            sent = self._socket.sendmsg(self._under_way[:MOST_BUFFERS])
+            sent = self._socket.sendmsg(self._under_way)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
