@@ -257,6 +257,15 @@ def test_the_root_that_is_found_is_the_planted_one(seed: int, plant: HangState) 
         assert roots == [], "a step at its end waits for nothing"
 
 
+def test_the_most_telling_root_comes_first_however_long_others_have_taken() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2), devices=["a", "b"])
+    begun = PartReport(frozenset(), {"a": 0}, frozenset())
+    computes = WorkerReport(1, [RunningReport("a", STEP, 0, "F(0,0)", 100.0)], begun)
+    workers = [SeenWorker("left", ("a",), computes), SeenWorker("right", ("b",), None, silent=3.0)]
+    roots = hang_roots(STEP, graph, workers)
+    assert [root.state for root in roots] == [S.SILENT, S.COMPUTING]
+
+
 def test_a_device_that_hangs_in_taking_a_message_does_not_begin_what_it_has() -> None:
     """It waits for nothing that its head needs: the message is for a later task."""
     graph = lower(find_schedule("gpipe"), Shape(2, 2, 2), devices=["a", "b"], checkpoint=CheckpointMode.NEVER)

@@ -43,6 +43,16 @@ def test_a_policy_takes_over_what_is_ready_and_in_flight(first: str, share: Shar
     assert done == {(step, task.number) for step in (0, 1) for task in graph.tasks}
 
 
+def test_an_evaluation_on_a_ruled_lane_is_bounded_as_well() -> None:
+    hand, ruled, evaluation = ByHand(in_flight=1), graph_of("backward-first", 1, 1), one_lane(3)
+    queue = dispatched(hand.send(StepSubmitted(0, ruled), 0.0))
+    for now in range(1, 4):
+        step, task = queue.pop(0) if queue else (0, -1)
+        if task >= 0:
+            queue += dispatched(hand.send(TaskCompleted(step, task, now - 1.0, now), now))
+    assert dispatched(hand.send(StepSubmitted(1, evaluation), 9.0)) == [(1, 0)]
+
+
 # What a policy is told
 
 

@@ -24,6 +24,8 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
 )
 from asyncpipe.core.policies.fair_share import MOST_AHEAD
+from asyncpipe.core.policies.flow import Flow
+from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.simulate import SimulatedJob, simulate, simulate_jobs
@@ -136,6 +138,12 @@ def test_a_job_that_is_back_soon_counts_as_there() -> None:
     assert len(dispatched(hand.send(StepSubmitted(3, long, Share("b")), 5.5))) == MOST_AHEAD
     assert len(dispatched(hand.send(TaskCompleted(3, 0, 5.5, 6.4), 6.4))) == 1
     assert len(dispatched(hand.send(TaskCompleted(3, 1, 6.4, 7.5), 7.5))) == 15, "it does not come"
+
+
+def test_what_is_in_flight_counts_by_weight_as_what_is_charged() -> None:
+    flow = Flow(JobAccount("a", True, Share("a", weight=4.0)), False, 1.0)
+    flow.virtual, flow.expected = 1.0, 2.0
+    assert flow.tag == 1.5
 
 
 # Failures, and what is remembered
