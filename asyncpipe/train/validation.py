@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 MAX_PROBLEMS = 20
+MAX_SUGGESTIONS = 5
+"""Unknown keys for which a known one is suggested: that takes longer than all else, and anyone may send many."""
 MAX_SHOWN = 60
 """Characters of a key or a value that a message shows."""
 
@@ -86,7 +88,11 @@ def wrong_keys(error: ValidationError, model: type[BaseModel], secret: Sequence[
     """
     details = error.errors(include_url=False)
     # Pydantic reports each alternative of a union; their explanations are equal and become one.
-    problems = list(dict.fromkeys(explained(detail, model, secret) for detail in details[:MAX_PROBLEMS]))
+    told = (
+        explained(detail, model, secret, suggests=number < MAX_SUGGESTIONS)
+        for number, detail in enumerate(details[:MAX_PROBLEMS])
+    )
+    problems = list(dict.fromkeys(told))
     if len(details) > MAX_PROBLEMS:
         problems.append(WrongKey("", f"and {len(details) - MAX_PROBLEMS} more"))
     return problems
@@ -130,7 +136,9 @@ def similar(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def explained(detail: ErrorDetails, model: type[BaseModel], secret: Sequence[str] = ()) -> WrongKey:
+def explained(
+    detail: ErrorDetails, model: type[BaseModel], secret: Sequence[str] = (), *, suggests: bool = True
+) -> WrongKey:
     """The wrong key of ``model`` that one of pydantic's errors is about."""
     place = detail["loc"]
     table, field, depth = _find(model, place)
@@ -139,7 +147,8 @@ def explained(detail: ErrorDetails, model: type[BaseModel], secret: Sequence[str
     if detail["type"] == "extra_forbidden":
         known = list(table.model_fields)
         where = f" of {_dotted(place[:-1])}" if place[:-1] else ""
-        return WrongKey(key, f"unknown key; {similar(str(place[-1]), known)}known keys{where}: {', '.join(known)}")
+        suggestion = similar(str(place[-1]), known) if suggests else ""
+        return WrongKey(key, f"unknown key; {suggestion}known keys{where}: {', '.join(known)}")
     if detail["type"] == "value_error":
         allowed = str(detail["ctx"]["error"])
     elif field is not None and (description := _description(field)):

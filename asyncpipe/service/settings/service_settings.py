@@ -156,8 +156,8 @@ class ServiceSettings(FolderSettings):
     """what clients must send, by ASYNCPIPE_TOKEN; must be a text"""
     token_file: Path | None = None
     """the file that has the token; must be the path of a file of mode 0600"""
-    max_body: types.ByteCount = ByteSize(128 * 1024)
-    """the size of a request's body; must be a number of bytes, such as 131072 or 128KiB"""
+    max_body: types.ByteCount = ByteSize(16 * 1024)
+    """the size of a request's body; must be a number of bytes, such as 16384 or 16KiB"""
     max_connections: types.PositiveInteger = 1000
     """connections of the API, beyond which requests are refused; must be an integer of at least 1"""
 

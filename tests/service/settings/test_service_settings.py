@@ -62,7 +62,7 @@ def test_what_is_not_said_has_a_default(monkeypatch):
     assert settings.devices == ("cpu:0", "cpu:1")
     assert settings.entries == {"charlm:build": EntrySettings()}
     assert (settings.address, settings.port, settings.metrics_port) == ("127.0.0.1", 8080, 9400)
-    assert (settings.max_running, settings.max_queued, settings.max_body) == (4, 1000, 131072)
+    assert (settings.max_running, settings.max_queued, settings.max_body) == (4, 1000, 16384)
     assert settings.memory_limit == {}
     assert settings.token is None
 
