@@ -114,7 +114,7 @@ ATTACKS = [
     Attack("true as number", 422, body=training(steps=True)),
     Attack("negative steps", 422, body=training(steps=-1)),
     Attack("too many steps", 422, body=training(steps=10**30)),
-    Attack("a million problems", 422, body={str(number): None for number in range(5000)}),
+    Attack("hundreds of problems", 422, body={str(number): None for number in range(900)}),
     Attack("a huge name", 422, body=changed(name="n" * 5000)),
     Attack("a name of two lines", 422, body=changed(name="a\nb")),
     Attack("an idempotency key of 1000", 422, headers=BEARER | {"Idempotency-Key": "k" * 1000}),
