@@ -297,3 +297,11 @@ def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
     thread.join(10)
     assert not thread.is_alive()
     assert new_threads() == 0
+
+
+async def test_only_jobs_that_ran_have_a_crash_more_after_a_restart(path):
+    async with JobStore(path, make_id=numbered()) as store:
+        waits, ran = await submitted(store, SPEC), await submitted(store, SPEC)
+        await store.transition(ran.id, RUNNING, "the devices are free")
+        changed = await store.recover(resume=False)
+        assert {each.id: (each.state, each.crashes) for each in changed} == {waits.id: (PAUSED, 0), ran.id: (PAUSED, 1)}
