@@ -102,6 +102,8 @@ class Driver(StepDriver[Execution]):
         """In which events are handled. That of the thread that posts one would mark observers as inside a task."""
         self._alarm: asyncio.TimerHandle | None = None
         """Asks the scheduler again at ``wake_at``, if no event comes before."""
+        self._tenants: WeakSet[Tenant] = WeakSet()
+        """Those that have begun a step."""
         self._nobody = Tenant()
         """Whose steps are that nobody is named for."""
         self._aborting = threading.RLock()
@@ -175,8 +177,13 @@ class Driver(StepDriver[Execution]):
         abort = StepAbort(self._next_number if number is None else number, self._aborting)
         execution = Execution(abort, graph, bind, around, notes or StepNotes(), tenant, executors)
         self._begin(execution, after)
+        self._tenants.add(tenant)
         by_program = all(isinstance(executor, RunsPrograms) for executor in set(executors))
-        self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, execution.follows))
+        try:
+            self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, execution.follows))
+        except InvalidTransition:
+            del self._under_way[execution.number]
+            raise
         if gates is not None:
             gates.attach(partial(self._open_gate, execution))
         return execution
@@ -193,8 +200,8 @@ class Driver(StepDriver[Execution]):
     async def drain(self, tenant: Tenant | None = None) -> None:
         """Refuse new steps, and wait until those under way have completed, failed or been cancelled.
 
-        With ``tenant``, only its steps; the scheduler then forgets the measured times of its job. A backward that still
-        waits for its caller's gradients is cancelled, because they may never come.
+        With ``tenant``, only its steps; with the last of its job, the scheduler forgets what it has measured. A
+        backward that still waits for its caller's gradients is cancelled, because they may never come.
         """
         self._refuse(tenant)
         if not self.is_closed:
@@ -205,7 +212,9 @@ class Driver(StepDriver[Execution]):
                 self.cancel(execution)
         await super().drain(tenant)
         if tenant is not None:
-            self.scheduler.forget(tenant.share.job)
+            job = tenant.share.job
+            if not any(other.share.job == job and not other.is_leaving for other in self._tenants):
+                self.scheduler.forget(job)
 
     def leave(self, tenant: Tenant) -> None:
         """End the threads that only ``tenant`` uses, once they are done. From any thread."""

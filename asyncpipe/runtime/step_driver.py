@@ -28,7 +28,7 @@ CANCEL_SECONDS = 5.0
 """For the tasks that run when their step is cancelled; those that have not ended by then are given up."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Tenant:
     """A user of a driver: one of possibly several pipelines on the same devices."""
 

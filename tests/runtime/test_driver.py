@@ -16,7 +16,7 @@ from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import PipelineClosedError, TaskError
+from asyncpipe.errors import InvalidTransition, PipelineClosedError, TaskError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
@@ -113,6 +113,25 @@ async def test_closed_or_not_open():
     with pytest.raises(PipelineClosedError):
         await driver.run(graph(), bind_nothing)
     driver.join()
+
+
+async def test_a_step_that_is_refused_is_not_under_way(driver):
+    await driver.run(graph(), bind_nothing)
+    with pytest.raises(InvalidTransition):
+        driver.start(graph(), bind_nothing, number=0)
+    assert not driver.is_busy
+    await driver.run(graph(), bind_nothing)
+
+
+async def test_what_is_known_of_a_job_stays_until_its_last_pipeline_leaves(driver):
+    tenants = [Tenant(Share("job")), Tenant(Share("job"))]
+    for tenant in tenants:
+        await (await driver.run(graph(), bind_nothing, tenant=tenant)).completed()
+    known = []
+    for tenant in tenants:
+        await driver.drain(tenant)
+        known.append(set(driver.scheduler.jobs))
+    assert known == [{"job"}, set()]
 
 
 async def test_a_broken_scheduler_hangs_nobody(no_leaks):
