@@ -224,6 +224,8 @@ BELOW: list[tuple[str, bytes, Callable[[], bytes]]] = [
     ("a huge path", b"400", lambda: head(path="/" + "p" * 100_000)[:-4]),
     ("NUL in a header", b"400", lambda: head("X-Nul: a\0b")),
     ("two lengths", b"400", lambda: head("Content-Length: 1", "Content-Length: 2")),
+    ("two tokens", b"401",
+     lambda: head(f"Authorization: Bearer {TOKEN}", "Content-Length: 2", "Connection: close") + b"{}"),
     ("no HTTP", b"400", lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"),
     ("no host", b"421", lambda: b"GET /v1/jobs HTTP/1.0\r\n\r\n"),
     ("a foreign host in the path", b"421",
