@@ -168,7 +168,7 @@ class JobRun:
             )
             self._task = asyncio.create_task(training.run(), name=f"asyncpipe job {self.record.id}")
         except Exception as error:  # noqa: BLE001 - becomes the outcome
-            return failure(error)
+            return failure(error, self.noted)
         if self._cancelling:
             self._task.cancel()
         return await self._outcome(self._task)
@@ -188,7 +188,7 @@ class JobRun:
             return RunOutcome(RunEnding.FAILED, "its code raised CancelledError without being cancelled")
         error = task.exception()
         if error is not None:
-            return failure(error)
+            return failure(error, self.noted)
         summary = task.result()
         if summary.evaluation is not None:
             self.noted(logging.INFO, f"held-out loss {summary.evaluation:.4f}")

@@ -11,11 +11,13 @@ the step that failed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from asyncpipe.errors import AsyncpipeError, HostLostError, JobFileError, TaskError
 from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.jobs.own_traceback import own_traceback
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.step_failures import NonFiniteLossError
 
@@ -102,10 +104,15 @@ def is_permanent(error: BaseException) -> bool:
     return isinstance(cause, AsyncpipeError) and isinstance(cause, ValueError | TypeError)
 
 
-def failure(error: BaseException) -> RunOutcome:
-    """The outcome of a run that has raised ``error``. What is not the package's own is logged with its traceback."""
+def failure(error: BaseException, note: Callable[[int, str], object]) -> RunOutcome:
+    """The outcome of a run that has raised ``error``. What is not the package's own is logged with its traceback.
+
+    ``note`` gets a line for the job's log, with its level.
+    """
     if isinstance(error, EndedElsewhereError):
         return error.outcome
+    if text := own_traceback(error):
+        note(logging.INFO, text)  # The service's log has less of it, in one line.
     if not isinstance(error, AsyncpipeError):
         _logger.error("a job failed with an error of its own code", exc_info=error)
     cause = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"

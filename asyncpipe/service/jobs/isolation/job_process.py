@@ -100,7 +100,7 @@ class _OneRun:
             ending = RunEnding.CANCELLED if self._cancelling else RunEnding.FAILED
             raise EndedElsewhereError(RunOutcome(ending, why)) from None
         except Exception as error:  # noqa: BLE001 - becomes the outcome
-            raise EndedElsewhereError(failure(error)) from None
+            raise EndedElsewhereError(failure(error, self._progress.noted)) from None
         finally:
             self._orders.close()
 

@@ -98,6 +98,10 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         record = await comes(service, failed, JobState.FINISHED, JobState.FAILED)
         assert record.state is JobState.FAILED
         assert "OwnError: no cable" in record.cause
+        notes = [event.data["text"] for event in await service.store.events(failed) if event.kind == "note"]
+        told = [text for text in notes if text.startswith("OwnError: no cable")][-1]
+        assert "isolation_entries.py" in told.splitlines()[1], "the job's own code comes first"
+        assert "asyncpipe" in told.splitlines()[-1]
         record = await comes(service, killed, JobState.QUARANTINED, JobState.FAILED, JobState.FINISHED)
         assert record.state is JobState.QUARANTINED
         assert "was killed by SIGKILL, as by the OOM killer; attempt 3 of 3" in record.cause
