@@ -46,6 +46,8 @@ MOST_BYTES = 1 << 14
 """Of a message. They are short; a folder's name is the longest."""
 DESCRIPTORS = 5
 """That a worker gets: standard input, output and error, and two of its launcher's."""
+ANSWER_SECONDS = 20.0
+"""For the server to fork, once it has done so before: then it has imported all. It is killed if it takes longer."""
 END_SECONDS = 5.0
 """For the server, once its workers have ended, or were killed."""
 
@@ -81,12 +83,13 @@ class ForkServer:
         """Those that have not ended."""
         self.is_open = True
         """Whether it can be asked."""
+        self._has_forked = False
         self._task = asyncio.get_running_loop().create_task(self._serve(), name="asyncpipe fork server")
 
     async def fork(self, title: str, folder: str, descriptors: Sequence[int]) -> ForkedProcess:
         """A process in ``folder`` that is listed as ``title``, with duplicates of the ``DESCRIPTORS`` descriptors.
 
-        Raises ``ForkServerError``.
+        Raises ``ForkServerError``, also if the server is stopped or hangs.
         """
         assert len(descriptors) == DESCRIPTORS
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,10 +99,16 @@ class ForkServer:
         with theirs, suppress(OSError):  # If the server is gone, the socket's end says so.
             socket.send_fds(self._socket, [f"{title}\0{folder}".encode()], [*descriptors, theirs.fileno()])
         try:
-            await asyncio.shield(forked.begun)
-        except asyncio.CancelledError:
+            async with asyncio.timeout(ANSWER_SECONDS if self._has_forked else None):
+                await asyncio.shield(forked.begun)
+        except (asyncio.CancelledError, TimeoutError) as error:
             forked.give_up()
+            if isinstance(error, TimeoutError):
+                self.is_open = False
+                self._process.send_signal(signal.SIGKILL)
+                raise ForkServerError(f"the fork server has not answered for {ANSWER_SECONDS:g} s") from None
             raise
+        self._has_forked = True
         return forked
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from worker_helpers import Recorded, is_alive, is_there, open_files, until
 
+from asyncpipe.runtime.workers import fork_server
 from asyncpipe.runtime.workers.fork_server import ForkServer
 
 pytestmark = [
@@ -46,6 +47,23 @@ async def test_a_worker_is_a_fresh_interpreter_where_the_environment_has_changed
         assert facts["environment"]["OMP_NUM_THREADS"] == "3"
         assert facts["parent"] == os.getpid()
         assert (await first.ask(("facts",)))["parent"] != os.getpid()
+
+
+async def test_a_server_that_is_stopped_is_killed_and_workers_start_without_it(monkeypatch):
+    before = open_files()
+    async with Recorded().group as group:
+        (first,) = await group.start("first")
+        server = (await first.ask(("facts",)))["parent"]
+        monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.3)
+        os.kill(server, signal.SIGSTOP)
+        (second,) = await group.start("second")
+        assert (await second.ask(("facts",)))["parent"] == os.getpid()
+        await until("it has ended", lambda: not is_there(server))
+        monkeypatch.undo()
+        (third,) = await group.start("third")
+        assert (await third.ask(("facts",)))["parent"] not in (server, os.getpid())
+        assert [await each.ask(("echo", 1)) for each in (first, second, third)] == [1, 1, 1]
+    assert open_files() == before
 
 
 async def test_workers_outlive_their_server_and_the_next_one_has_another(tmp_path):
