@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from worker_helpers import Recorded, is_alive, is_there, open_files, until
 
+from asyncpipe.runtime.portal import new_event_loop
 from asyncpipe.runtime.workers import fork_server
 from asyncpipe.runtime.workers.fork_server import ForkServer
 
@@ -50,6 +51,7 @@ async def test_a_worker_is_a_fresh_interpreter_where_the_environment_has_changed
 
 
 async def test_a_server_that_is_stopped_is_killed_and_workers_start_without_it(monkeypatch):
+    new_event_loop().close()  # libuv opens a pipe for the whole process with its first loop.
     before = open_files()
     async with Recorded().group as group:
         (first,) = await group.start("first")
