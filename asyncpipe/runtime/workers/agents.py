@@ -20,8 +20,10 @@ __all__ = ["AgentProcess", "Agents", "FarProcess", "Seat", "by_host", "shared_ou
 
 KILLED_SECONDS = 1.0
 """For who has started a process to say that it has ended, when it was told to kill it. Its host may be gone."""
-PASSED_ON = ("CUBLAS_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
+PASSED_ON = ("CUBLAS_", "CUDA_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
 """Variables of the environment that begin so are the controller's in all workers: results may depend on them."""
+OWN = "CUDA_VISIBLE_DEVICES"
+"""This one is that of each host."""
 
 
 class FarProcess:
@@ -122,7 +124,7 @@ class Agents:
         """Have the agent of its seat start a worker; the agent starts before if it is not there."""
         agent, accelerators = self.seats[invitation.name]
         connection = await self._agent(agent)
-        passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) and name != OWN}
         process = AgentProcess(invitation.token, connection)
         # Before the answer: it may end at once.
         self._children.of[invitation.token] = process

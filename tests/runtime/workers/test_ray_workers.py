@@ -84,6 +84,7 @@ def cluster(monkeypatch):
 async def test_agents_start_workers_in_their_bundles_and_say_how_they_end(cluster, capfd, monkeypatch):
     monkeypatch.setenv("RAY_SETTING", "is for Ray")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     launcher = RayWorkers(environment={"MINE": "too"}, resources={"disk": 1})
     recorded = Recorded(launcher=launcher)
     devices = {"a": ("here/cuda:1",), "b": ("there/cpu:0",), "c": ("here/cuda:4", "here/cuda:4#1")}
@@ -95,6 +96,7 @@ async def test_agents_start_workers_in_their_bundles_and_say_how_they_end(cluste
         facts = [(await worker.ask(("facts",)))["environment"] for worker in (a, b, c)]
         assert [each["CUDA_VISIBLE_DEVICES"] for each in facts] == ["5", "", "3"]
         assert all((each["MINE"], each["OMP_NUM_THREADS"]) == ("too", "3") for each in facts)
+        assert all(each["CUDA_LAUNCH_BLOCKING"] == "1" for each in facts)
         assert not any("RAY_SETTING" in each for each in facts)
         assert all(worker.has_own_accelerators and worker.batches is None for worker in (a, b, c))
         # Between an agent and its workers is what these are forked from.
