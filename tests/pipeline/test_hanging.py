@@ -17,12 +17,12 @@ from asyncpipe import DevicePool, Pipeline, TaskError
 from asyncpipe.errors import HungTaskError, PipelineClosedError, WorkerLostError
 from asyncpipe.runtime import parts_driver, step_driver
 
-pytestmark = pytest.mark.timeout(120)
-
 mse = nn.functional.mse_loss
 X = torch.randn(8, 4)
 GRACE = 0.3
 ROUNDS = int(os.environ.get("ASYNCPIPE_CANCELLATIONS", "6"))
+
+pytestmark = pytest.mark.timeout(90 + 5 * ROUNDS)
 
 
 class Hangs(nn.Module):
