@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Batch]] = {
     "albert": ("AlbertConfig", "AlbertForMaskedLM", DECODER | {"embedding_size": 16}, _text),
     "deberta": ("DebertaV2Config", "DebertaV2ForMaskedLM", _DEBERTA, _text),
     # Its loss branches on how many labels there are, which a trace cannot follow.
-    "deberta_classes": ("DebertaV2Config", "DebertaV2ForSequenceClassification", _DEBERTA, _sentences),
+    "deberta_classes": ("DebertaV2Config", "DebertaV2ForSequenceClassification", _DEBERTA | _LABELS, _sentences),
     "electra": ("ElectraConfig", "ElectraForMaskedLM", DECODER | {"embedding_size": 16}, _text),
     "xlm_roberta": ("XLMRobertaConfig", "XLMRobertaForTokenClassification", DECODER | {"num_labels": WORDS}, _text),
     "opt": ("OPTConfig", "OPTForCausalLM", _OPT, _text),
