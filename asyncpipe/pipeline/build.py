@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +29,7 @@ from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.cuda_graphs import StageCapturer
+from asyncpipe.ops.model.few_microbatches import FewMicrobatches
 from asyncpipe.ops.model.loss_watch import LossWatch
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
@@ -44,33 +44,12 @@ from asyncpipe.pipeline.options import PipelineOptions
 
 __all__ = ["PipelineParts", "build", "join_stages"]
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass(slots=True, eq=False)
 class BetweenSteps:
     """Whose results are still to be taken, while later steps compute."""
 
     owner: object = None
-
-
-class FewMicrobatches:
-    """Tells once that mini-batches are too small for as many micro-batches as were asked for."""
-
-    def __init__(self) -> None:
-        self._has_told = False
-
-    def saw(self, sizes: Sequence[int], wanted: int, *, ready_made: bool) -> None:
-        """Look at the micro-batches of one training step."""
-        if not (self._has_told or ready_made or len(sizes) >= wanted):
-            self._has_told = True
-            _logger.warning(
-                "a mini-batch of %d samples makes %d micro-batches where microbatches=%d, so devices wait longer for "
-                "each other; give larger mini-batches, or fewer microbatches",
-                sum(sizes),
-                len(sizes),
-                wanted,
-            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -299,7 +278,7 @@ def _needs_target(loss_fn: Callable[..., Any] | None) -> bool:
     except TypeError:
         return True
     except ValueError:  # It does not say what it takes.
-        return False
+        pass
     return False
 
 

@@ -87,7 +87,7 @@ class GraphCache:
                     "make a new pipeline, or choose a schedule with the same placement"
                 )
         recent = dict(list(self._lowered.items())[1 - _KEPT :])
-        self._lowered = dict(recent) | {
+        self._lowered = recent | {
             self.number: self._lowered[self.number],
             number: _Lowered(schedule, {key: then}),
         }

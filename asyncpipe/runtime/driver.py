@@ -87,8 +87,8 @@ class Driver(StepDriver[Execution]):
         """What happened, and when, if that is known."""
         self._is_broken = False
         """Whether every step was ended by ``_break``: what devices still report then belongs to none."""
-        self._completed: WeakSet[TaskGraph] = WeakSet()
-        """The graphs of steps that were completed."""
+        self._seconds: WeakKeyDictionary[TaskGraph, float] = WeakKeyDictionary()
+        """How long the last step of each graph took that was completed."""
         self._wakeup_pending = False
         """Whether the loop was asked to run ``_drain_inbox`` and has not begun to."""
         self._asked_at = 0.0
@@ -247,9 +247,9 @@ class Driver(StepDriver[Execution]):
         ]
 
     def _expected(self, execution: Execution, task: int) -> float | None:
-        """The seconds that a task usually takes; 0.0 if all that is known is that such a step was completed before."""
+        """The seconds that a task usually takes, or those of such a step where tasks are not measured, as of no job."""
         expected = self.scheduler.expected(execution.number, task)
-        return 0.0 if expected is None and execution.graph in self._completed else expected
+        return self._seconds.get(execution.graph) if expected is None else expected
 
     def _give_up_late(self, step: Execution) -> None:
         now = self._clock()
@@ -467,7 +467,7 @@ class Driver(StepDriver[Execution]):
         record = replace(record, notes=notes)
         execution.complete(record)
         if end.outcome is Outcome.OK:
-            self._completed.add(execution.graph)
+            self._seconds[execution.graph] = record.journal[-1][0] - record.journal[0][0]
         self._end(execution, end)
         observers.show(record)
 

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ async def test_a_step_that_hangs_ends_with_the_name_of_its_task(tmp_path, worker
         else:
             with pytest.raises(WorkerLostError):
                 await pipe.step(X, X)
+
+
+async def test_a_task_that_is_as_slow_as_ever_does_not_hang(tmp_path):
+    """Of a pipeline without a job, tasks are not measured: it is the time of its last step that counts."""
+    async with pipeline(tmp_path / "none", "threads", hang_seconds=0.05) as pipe:
+        await pipe.step(X, X)
+        driver = pipe._tenancy.pool.threads
+        (graph,) = [graph for graph in driver._seconds if graph is pipe.graph]
+        driver._seconds[graph] = 10.0
+        execution = SimpleNamespace(number=-1, graph=graph)
+        assert driver._expected(execution, 0) == 10.0
+        assert pipe._tenancy.pool.watchdog._limit(10.0) == 200.0
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])
