@@ -1,4 +1,4 @@
-"""The campaign: cases are drawn, and each is judged in a process of its own."""
+"""The campaign: cases are drawn, and some at a time are judged in a process of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from tests.campaigns.harness import OPTIONS, Campaign, Verdict
 
 __all__ = ["CAMPAIGN"]
 
-SECONDS = 60.0
+TOGETHER = 20
+"""Cases of one process: what the first of them imports serves all. A case alone takes ten times as long."""
+SECONDS = 300.0
+"""For all of a process."""
 
 
 def _judged(seeds: Sequence[int]) -> Iterator[Verdict]:
@@ -19,7 +22,7 @@ def _judged(seeds: Sequence[int]) -> Iterator[Verdict]:
 
 CAMPAIGN = Campaign(
     "differential",
-    lambda run: run.judge(run.chunks(1), _judged, SECONDS),
+    lambda run: run.judge(run.chunks(TOGETHER), _judged, SECONDS),
     {name: OPTIONS[name] for name in ("cases", "processes", "case", "here")},
     draw,
 )
