@@ -4,7 +4,7 @@ A tag says what a judge must know: ``draws`` (random numbers), ``detached`` (its
 derivative of its output), ``batch`` (needs two samples), ``slow`` (to build), ``float`` (float32 inside), ``reentrant``
 (its input must require a gradient, or torch makes none for its parameters), ``changes`` (its forward changes buffers or
 weights), ``repeats`` (uses a weight several times), ``stays`` (torch cannot pickle it), ``fails`` (where a batch has a
-number that is none).
+number that is none), ``settles`` (the first call of TorchScript in a process rounds otherwise than later calls).
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ ON_ROWS = {
     "scripted": (lambda: torch.jit.script(nn.Sequential(linear(), nn.Tanh())), "stays"),
     "scripted counter": (lambda: torch.jit.script(own.Scriptable()), "changes stays"),
     "traced script": (_traced_script, "stays"),
-    "scripted function": own.ScriptedFunction,
+    "scripted function": (own.ScriptedFunction, "settles"),
     "compiled eager": (lambda: torch.compile(_small_net(), backend="eager"), "slow"),
     "compiled aot_eager": (lambda: torch.compile(_small_net(), backend="aot_eager"), "slow"),
     # In float64 aot_eager of torch 2.13 drops the update of the buffer, without a pipeline too.
     "compiled EMA": (lambda: torch.compile(own.Ema(), backend="eager"), "slow detached changes"),
     # Draws
-    "scripted dropout": (lambda: own.ScriptedFunction(0.4), "draws"),
+    "scripted dropout": (lambda: own.ScriptedFunction(0.4), "draws settles"),
     "scripted Dropout": (lambda: torch.jit.script(_dropping_net()), "draws stays"),
     "compiled dropout": (lambda: torch.compile(_dropping_net(), backend="eager"), "slow draws"),
     "compiled dropout aot": (lambda: torch.compile(_dropping_net(), backend="aot_eager"), "slow draws"),
