@@ -41,6 +41,8 @@ SMALL, MOST_SMALL = "small", 2
 LONG_STEPS, EVERY = 2000, 100
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1")
 UNFINISHED = ("queued", "running", "paused")
+LEAST_SAMPLES = 3
+"""So many are taken, however long that takes on a machine that is busy."""
 LAST_SECONDS = 120.0
 """At the end, for all jobs to end and one more to be trained."""
 
@@ -97,10 +99,10 @@ class Soak:
             (self._sample_every, lambda: self._sample(begun)),
         ]
         due = [period for period, _ in periodic]
-        while (now := time.monotonic() - begun) < self._seconds:
+        while (now := time.monotonic() - begun) < self._seconds or len(self.samples) < LEAST_SAMPLES:
             following = min(range(len(due)), key=due.__getitem__)
             if due[following] > now:
-                time.sleep(min(due[following], self._seconds) - now)
+                time.sleep(due[following] - now)
                 continue
             period, work = periodic[following]
             due[following] = now + period
