@@ -8,7 +8,7 @@ Tokens by which a service knows who asks. Each has a name, which the log of chan
 
 Tokens are made and revoked here, in the folder of the service, and not over HTTP: who may is who may write the folder.
 The service may run meanwhile, and knows at once. It keeps hashes of tokens. The token of its settings (token_file) may
-do everything.
+do everything. Making and revoking a token leaves a line in audit.jsonl, with the user of this machine who did it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncpipe.cli.arguments import add_command, moment
+from asyncpipe.cli.log_format import add_to_audit
 from asyncpipe.service.token_roles import TokenRole, create_token, read_tokens, revoke_token
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def _create(args: argparse.Namespace, settings: FolderSettings) -> int:
     revoked.
     """
     secret, record = create_token(settings.folder, args.name, TokenRole(args.role), args.expires)
+    add_to_audit(settings.folder, record.name, f"token created, may {record.role}")
     print(f"token {record.name} may {record.role}; it is shown this once:", file=sys.stderr)
     print(secret)
     return 0
@@ -89,5 +91,6 @@ def _revoke(args: argparse.Namespace, settings: FolderSettings) -> int:
     events of a job, ends within a second. Jobs that were submitted with it go on. The name may be given again.
     """
     record = revoke_token(settings.folder, args.name)
+    add_to_audit(settings.folder, record.name, f"token revoked, could {record.role}")
     print(f"revoked {record.name}, which could {record.role}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,10 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     status, _, told = run("revoke", "ci")
     assert status == 2
     assert "no token 'ci'" in told
+    audit = [json.loads(line) for line in (tmp_path / "new" / "audit.jsonl").read_text().splitlines()]
+    assert [(line["token"], line["what"]) for line in audit] == [
+        ("ci", "token created, may submit"),
+        ("ci", "token revoked, could submit"),
+    ]
+    assert {line["client"] for line in audit} == {f"user {os.getuid()}"}
+    assert secret.strip() not in str(audit)
