@@ -91,7 +91,8 @@ class LiveView:
             # The error's traceback would keep the frames of the failed step alive, and with them its tensors.
             failed, cancelled, _ = self._spoiled
             is_failure = record.outcome is Outcome.FAILED
-            self._spoiled = (failed + is_failure, cancelled + (not is_failure), _sentence(record))
+            number = self._done + 1 if self._done or self._steps is not None else record.step  # The pool counts all jobs.
+            self._spoiled = (failed + is_failure, cancelled + (not is_failure), _sentence(record, number))
 
     def training_step(self, loss: float, samples: int, tokens: int, duration: float) -> None:
         """Add a training step: its loss, the data it consumed, and its seconds with optimizer and data loading."""
@@ -220,10 +221,10 @@ def _rate(seconds: float, samples: float, tokens: float) -> float | None:
     return rounded((tokens or samples) / seconds) if seconds > 0 else None
 
 
-def _sentence(record: StepRecord) -> str:
-    """A sentence about a step that failed or was cancelled; of its error only the class is named, or what hung."""
+def _sentence(record: StepRecord, number: int) -> str:
+    """A sentence about step ``number``, which failed or was cancelled; of its error only the class, or what hung."""
     if record.outcome is Outcome.CANCELLED:
-        return f"Step {record.step} was cancelled."
+        return f"Step {number} was cancelled."
     for _, event in reversed(record.journal):
         if isinstance(event, StepCompleted) and event.error is not None:
             where = ""
@@ -232,8 +233,8 @@ def _sentence(record: StepRecord) -> str:
                 where = f" in {task.id} on {task.lane.device}"
             error = event.error
             hang = error.hang if isinstance(error, WorkerLostError) else error if isinstance(error, HangError) else None
-            return f"Step {record.step} failed{where}: {type(error).__name__}{_told(hang)}."
-    return f"Step {record.step} failed."
+            return f"Step {number} failed{where}: {type(error).__name__}{_told(hang)}."
+    return f"Step {number} failed."
 
 
 def _told(hang: HangError | None) -> str:

@@ -54,7 +54,7 @@ class ActiveJobs:
         most_queued: int,
         is_suspect: Callable[[JobRecord], bool] = lambda record: False,
     ) -> None:
-        """Jobs for which ``is_suspect`` is true wait behind all foreground jobs."""
+        """Jobs for which ``is_suspect`` is true wait to run alone."""
         self.store = store
         self.queue = JobQueue()
         self.running: dict[str, JobRun] = {}
@@ -136,7 +136,7 @@ class ActiveJobs:
         self._metrics.deleted(record.state)
 
     def _enqueue(self, record: JobRecord) -> None:
-        self.queue.put(record, background=record.is_background or self._is_suspect(record))
+        self.queue.put(record, alone=self._is_suspect(record))
 
     def _update(self, record: JobRecord) -> JobRecord:
         """``record``, which replaces that of a job whose state has not changed."""

@@ -12,7 +12,8 @@ at. Nobody starves. A job that begins out of turn takes no device that a job bef
 the first one waits for gives back its place together with its devices. So the first job begins as soon as those that
 had its devices when it became the first have ended.
 
-Where no more jobs may run, and where a job has to run alone, all jobs behind it wait. Only the first few jobs are
+Where no more jobs may run, and where a job has to run alone, all jobs behind it wait. Such a job lets those pass that
+came before it or within ``PATIENCE_SECONDS`` after it, and no others: it has its turn as well. Only the first few jobs are
 looked at, and the others need only the number of jobs before them: nothing here takes longer in a queue of thousands.
 """
 
@@ -32,6 +33,8 @@ __all__ = ["LOOK_AHEAD", "Candidate", "JobQueue", "QueueAction", "QueueDecision"
 
 LOOK_AHEAD = 32
 """How many jobs of the queue are looked at, the first included."""
+PATIENCE_SECONDS = 3600.0
+"""How long a job that has to run alone gives way to others, which need not wait until no job runs."""
 
 _Place: TypeAlias = tuple[bool, float, str]
 
@@ -43,10 +46,11 @@ class JobQueue:
         self._order: list[_Place] = []
         self._jobs: dict[str, tuple[_Place, JobRecord]] = {}
 
-    def put(self, record: JobRecord, *, background: bool) -> None:
-        """Let the job of ``record`` wait; it may have waited elsewhere, with another record."""
+    def put(self, record: JobRecord, *, alone: bool = False) -> None:
+        """Let the job of ``record`` wait, to run ``alone`` or not; it may have waited elsewhere, with another record."""
         self.discard(record.id)
-        place = (background, record.submitted, record.id)
+        since = record.updated + PATIENCE_SECONDS if alone else record.submitted
+        place = (record.is_background, since, record.id)
         self._jobs[record.id] = place, record
         insort(self._order, place)
 

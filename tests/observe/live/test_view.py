@@ -165,6 +165,16 @@ def test_nothing_of_a_failed_step_is_kept_but_a_sentence() -> None:
     assert fold(view)["spoiled"] == {"failed": 1, "cancelled": 1, "last": "Step 7 was cancelled."}
 
 
+@pytest.mark.parametrize(("before", "done"), [(0, 0), (0, 6), (4, 2)])
+def test_a_failed_step_has_the_number_that_the_job_counts_and_not_its_pool(before: int, done: int) -> None:
+    view, graph = LiveView("job", steps=100), lowered()
+    view.go_on(before)
+    for _ in range(done):
+        view.training_step(0.5, 8, 0, 0.1)
+    view.step_completed(failed(graph, ValueError(), step=178))
+    assert fold(view)["spoiled"]["last"] == f"Step {before + done + 1} failed in B(2,1) on dev:1: ValueError."
+
+
 def test_of_a_hang_the_page_says_what_hung_and_who_waits() -> None:
     view, graph = LiveView(), lowered()
     waits = ["C(0,0>1) on b waits for F(0,0)"]

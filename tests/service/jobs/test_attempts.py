@@ -6,6 +6,7 @@ import pytest
 from manager_helpers import Fakes, make_settings, opened, until
 
 from asyncpipe.service.job_states import JobState
+from asyncpipe.service.jobs import job_queue
 from asyncpipe.service.settings.service_settings import SettingsError
 from asyncpipe.service.store.job_store import JobStore
 
@@ -55,6 +56,27 @@ async def test_the_last_attempt_is_alone_until_its_snapshot_so_that_no_other_job
         assert record.cause.startswith("the service died 3 times while it ran")
         with pytest.raises(RuntimeError, match="quarantined"):
             await service.manager.jobs.pause(innocent, "a break")
+
+
+async def test_a_job_that_waits_to_run_alone_is_not_overtaken_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_queue, "PATIENCE_SECONDS", 0.0)
+    async with opened(tmp_path) as service:
+        suspect, other = [(await service.submit(name, **LONG)).id for name in ("suspect", "other")]
+    for _ in range(2):
+        await dies(tmp_path, [suspect])
+    fakes = Fakes()
+    async with opened(tmp_path, fakes, max_running=4) as service:
+        jobs = service.manager.jobs
+        await until(lambda: fakes.made["other"])
+        later = [(await service.submit("later", **LONG)).id for _ in range(3)]
+        await until(lambda: all(map(service.manager.waits_for, later)))
+        assert "waits to run alone" in service.manager.waits_for(suspect)
+        assert list(jobs.running) == [other], "who came before it runs, and nobody who came later passes"
+        await jobs.cancel(other, "enough")
+        await until(lambda: suspect in jobs.running and fakes.made["suspect"])
+        assert list(jobs.running) == [suspect]
+        fakes["suspect"].go(5)
+        await until(lambda: len(jobs.running) == 4)
 
 
 async def test_a_job_that_was_asked_to_end_is_not_quarantined_and_nothing_goes_on_where_nothing_shall(tmp_path):

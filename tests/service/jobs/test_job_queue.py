@@ -17,12 +17,13 @@ waiting = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.tuples(st.i
 def queue_of(jobs):
     queue = JobQueue()
     for job, (submitted, background) in jobs.items():
-        queue.put(record(job, submitted), background=background)
+        queue.put(record(job, submitted, background))
     return queue
 
 
-def record(job, submitted):
-    return JobRecord(job, {}, JobState.QUEUED, "submitted", submitted, submitted)
+def record(job, submitted, background=False):
+    document = {"priority_class": "background"} if background else {}
+    return JobRecord(job, document, JobState.QUEUED, "submitted", submitted, submitted)
 
 
 def order_of(queue):
@@ -49,7 +50,7 @@ def test_the_order_is_that_of_class_and_age_whatever_comes_and_goes(jobs, data):
             queue.discard(job)
         else:
             jobs[job] = (jobs[job][0], not jobs[job][1])
-            queue.put(record(job, jobs[job][0]), background=jobs[job][1])
+            queue.put(record(job, *jobs[job]))
     order = sorted(jobs, key=by_place)
     assert {job: queue.before(job) for job in jobs} == {job: at for at, job in enumerate(order)}
     assert (len(queue), "zzz" in queue, all(job in queue for job in jobs)) == (len(jobs), False, True)
