@@ -33,6 +33,7 @@ from types import MappingProxyType
 from typing import Any
 
 from asyncpipe.errors import AsyncpipeError, OptionError
+from asyncpipe.train.redaction import redacted
 
 __all__ = [
     "FINAL_STATES",
@@ -264,11 +265,14 @@ def check_asking(job: str, state: JobState, asked: JobState | None, to: JobState
 
 
 def tidy_cause(cause: str) -> str:
-    """``cause`` as it is stored: encodable, and at most ``MAX_CAUSE`` characters. Raises ``OptionError`` if empty."""
+    """``cause`` as it is stored: encodable, without secrets, at most ``MAX_CAUSE`` characters.
+
+    Raises ``OptionError`` if it is empty.
+    """
     if not isinstance(cause, str) or not cause.strip():
         raise OptionError(f"a transition has a cause, a text that says why; got {cause!r:.100}")
     # Messages of exceptions may contain file names that cannot be encoded.
-    text = cause.encode("utf-8", "backslashreplace").decode()
+    text = redacted(cause.encode("utf-8", "backslashreplace").decode())
     return text if len(text) <= MAX_CAUSE else f"{text[: MAX_CAUSE - 1]}…"
 
 

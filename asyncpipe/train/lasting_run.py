@@ -45,6 +45,7 @@ from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
 from asyncpipe.train.next_move import LONGEST_PAUSE, Loss, Losses, MoveKind, loss_of, next_move, short
 from asyncpipe.train.other_devices import NotSplit, StepCosts, moved, split_anew
 from asyncpipe.train.progress import ProgressSink, TrainingSummary
+from asyncpipe.train.redaction import redacted
 from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
@@ -357,7 +358,7 @@ class LastingRun:
         return {each.name.partition("#")[0]: host_of(each.name) or unit_of(workers[each.name]) for each in devices}
 
     def _note(self, text: str) -> None:
-        _logger.warning("job %s: %s", self._job.name, text)
+        _logger.warning("job %s: %s", self._job.name, redacted(text))
         self._progress.noted(logging.WARNING, text)
 
     async def _change_within(self, seconds: float) -> None:

@@ -42,6 +42,7 @@ from asyncpipe.train.overlapping_loop import OverlappingSteps
 from asyncpipe.train.planning import choose_for, with_plan
 from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepListener, StepProgress, TrainingSummary
 from asyncpipe.train.randomness import RunRandom
+from asyncpipe.train.redaction import redacted
 from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.scalars import scalar_observers, scalars_of
 from asyncpipe.train.snapshots.resume import ResumePoint, named_states, open_folder, with_chosen_schedule
@@ -241,7 +242,7 @@ class TrainingRun:
         self.saved += 1
 
     def _note(self, level: int, text: str) -> None:
-        _logger.log(level, "job %s: %s", self._job.name, text)
+        _logger.log(level, "job %s: %s", self._job.name, redacted(text))
         self._progress.noted(level, text)
 
     async def _choose_schedule(self, workload: Workload) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -29,20 +29,24 @@ RETRY = b"retry: 1000\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Answers with ``events`` until they end or the client has gone; they are closed then."""
+    """Answers with ``events`` until they end or the client has gone, within ``place``; they are closed then."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], place: AbstractContextManager[object] | None = None
+    ) -> None:
         # Without the header, proxies such as nginx hold events back until they have some kilobytes.
         super().__init__(_with_retry(events), headers={"X-Accel-Buffering": "no"})
         self.headers["Content-Type"] = "text/event-stream"  # No charset: the format has one only.
         self._events = events
+        self._place = place or nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
+            with self._place:
+                await super().__call__(scope, receive, send)
 
 
 async def _with_retry(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

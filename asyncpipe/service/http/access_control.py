@@ -6,7 +6,8 @@
     401  the token is missing or wrong
     403  a change sent by a foreign page       a browser may add a stored password to it
 
-and before a route's handler (``routes/common.py``): 403, the token's role does not allow it. Browsers do not let
+and before a route's handler (``routes/common.py``): 403, the token's role does not allow it; before an event stream:
+429, the token has too many of them. Browsers do not let
 foreign pages *read* the answers (``observe/http_hosts.py``). Probes of ``livez`` and ``readyz`` under this server's
 names need no token. Each change and each refusal leaves a line in the audit.
 """
@@ -14,8 +15,9 @@ names need no token. Each change and each refusal leaves a line in the audit.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,11 +28,11 @@ from asyncpipe.service.http.problems import Problem, answer
 from asyncpipe.service.known_tokens import KnownTokens, TokenHolder
 from asyncpipe.service.token_roles import TokenFileError
 
-__all__ = ["READING", "AccessControl", "holder_of", "still_known"]
+__all__ = ["READING", "AccessControl", "StreamPlaces", "holder_of", "still_known"]
 
 READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Methods that change nothing."""
-REFUSED = frozenset({401, 403, 421})
+REFUSED = frozenset({401, 403, 421, 429})
 REALM = "asyncpipe"
 CHALLENGES = (
     ("WWW-Authenticate", f'Bearer realm="{REALM}"'),
@@ -95,6 +97,29 @@ class AccessControl:
         foreign = origin is not None and not is_own_page(origin, request.headers.get("Host", ""), self._hosts)
         if foreign or (request.method not in READING and site not in OWN):
             raise Problem(403, "foreign-page", "pages of other servers are refused")
+
+
+class StreamPlaces:
+    """The places of event streams: one token has at most a quarter of the server's connections."""
+
+    def __init__(self, connections: int) -> None:
+        self._most = max(1, connections // 4)
+        self._taken: Counter[str] = Counter()
+
+    @contextmanager
+    def place(self, request: Request) -> Iterator[None]:
+        """Hold a place for the stream that answers ``request``. Raises a ``Problem`` if its token has no more."""
+        if (holder := holder_of(request)) is None:
+            yield
+            return
+        if self._taken[holder.name] >= self._most:
+            detail = f"the token {holder.name!r} has {self._most} event streams, the most for one token; close some"
+            raise Problem(429, "too-many-streams", detail)
+        self._taken[holder.name] += 1
+        try:
+            yield
+        finally:
+            self._taken[holder.name] -= 1
 
 
 def sent_token(headers: Sequence[str]) -> bytes | None:

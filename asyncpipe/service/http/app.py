@@ -17,7 +17,7 @@ from asyncpipe.errors import AsyncpipeError, OptionError
 from asyncpipe.observe.http_hosts import is_loopback, shown_address
 from asyncpipe.observe.http_server import served
 from asyncpipe.observe.live.handlers import SecurityHeaders
-from asyncpipe.service.http.access_control import AccessControl
+from asyncpipe.service.http.access_control import AccessControl, StreamPlaces
 from asyncpipe.service.http.pages import Pages
 from asyncpipe.service.http.problems import RESPONSES, answer
 from asyncpipe.service.http.routes import PROBES, ROUTERS
@@ -61,6 +61,7 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
         exception_handlers=dict.fromkeys((AsyncpipeError, HTTPException, RequestValidationError), answer),
     )
     app.state.service, app.state.closing = service, closing
+    app.state.places = StreamPlaces(settings.max_connections)
     for router, role in ROUTERS:
         app.include_router(router, dependencies=[Depends(BEARER), Depends(changes_need(role))])
     app.router.routes.extend(pages.routes())

@@ -79,7 +79,8 @@ class Pages:
     async def _events(self, request: Request) -> EventStream:
         followed = (await self._feed(request)).follow(request.headers.get("Last-Event-ID"))
         # The end of the application closes the feed, which sends a last message.
-        return EventStream(until(asyncio.Event(), partial(still_known, request), followed))
+        events = until(asyncio.Event(), partial(still_known, request), followed)
+        return EventStream(events, request.app.state.places.place(request))
 
     async def _feed(self, request: Request) -> LiveFeed:
         """The feed of the job that ``request`` names. Raises ``UnknownJobError``."""

@@ -67,7 +67,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         "description": HTTPStatus(status).phrase,
         "content": {MEDIA: {"schema": {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}}},
     }
-    for status in (400, 401, 403, 404, 405, 409, 413, 421, 422, 500, 503, 507)
+    for status in (400, 401, 403, 404, 405, 409, 413, 421, 422, 429, 500, 503, 507)
 }
 """What any route may answer, for the OpenAPI document."""
 
@@ -92,7 +92,7 @@ class Problem(AsyncpipeError):
         self.kind = kind
         self.detail = detail
         self.more = dict(more or {})
-        self.headers = tuple(headers) or ((("Retry-After", str(RETRY_SECONDS)),) if status == 503 else ())
+        self.headers = tuple(headers) or ((("Retry-After", str(RETRY_SECONDS)),) if status in (429, 503) else ())
 
 
 def invalid(*problems: tuple[str, str]) -> Problem:

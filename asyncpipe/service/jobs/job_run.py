@@ -32,6 +32,7 @@ from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress, TrainingSummary
+from asyncpipe.train.redaction import redacted
 from asyncpipe.train.run_orders import NoMoreStepsError, RunOrders
 from asyncpipe.train.trace_files import TraceRecorder
 from asyncpipe.train.workload import Workload
@@ -241,7 +242,8 @@ class JobRun:
         self.noted(logging.INFO, phase)
 
     def noted(self, level: int, text: str) -> None:
-        """A line for the job's log; warnings are in the service's as well."""
+        """A line for the job's log, without secrets; warnings are in the service's as well."""
+        text = redacted(text)
         if level >= logging.WARNING:
             log_note(level, self.record, text)
         self._log.note(level, text)

@@ -23,8 +23,6 @@ from asyncpipe.train.step_failures import NonFiniteLossError
 
 __all__ = ["EndedElsewhereError", "RunEnding", "RunOutcome", "failure", "is_permanent", "next_state"]
 
-_logger = logging.getLogger(__name__)
-
 
 class RunEnding(Enum):
     """How a run ended."""
@@ -105,16 +103,14 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def failure(error: BaseException, note: Callable[[int, str], object]) -> RunOutcome:
-    """The outcome of a run that has raised ``error``. What is not the package's own is logged with its traceback.
+    """The outcome of a run that has raised ``error``.
 
-    ``note`` gets a line for the job's log, with its level.
+    ``note`` gets the traceback of the job's own code for the job's log, with its level.
     """
     if isinstance(error, EndedElsewhereError):
         return error.outcome
     if text := own_traceback(error):
         note(logging.INFO, text)  # The service's log has less of it, in one line.
-    if not isinstance(error, AsyncpipeError):
-        _logger.error("a job failed with an error of its own code", exc_info=error)
     cause = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"
     return RunOutcome(
         RunEnding.FAILED_PERMANENTLY if is_permanent(error) else RunEnding.FAILED, cause or type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from http_helpers import NOBODY, TOKEN, Api, mounted, served, submission
 
 from asyncpipe.observe.live import LiveView, event_streams
+from asyncpipe.service.job_states import JobState
 from asyncpipe.service.token_roles import TokenRole, create_token, revoke_token
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
@@ -104,6 +106,30 @@ async def test_a_revoked_token_ends_at_once_and_so_does_what_it_opened(
             assert await status(api, "GET", "/v1/jobs", **other) == 200
             api.service.tell(job["id"], "note", level=20, text="goes on")
             assert b"goes on" in await kept.content.readuntil(b"goes on")
+
+
+async def test_one_token_has_a_quarter_of_the_places_for_event_streams(tmp_path: Path) -> None:
+    async with mounted(tmp_path, max_connections=8) as api, AsyncExitStack() as open_streams:
+        ci, other = token(api, "ci", "read"), token(api, "other", "submit")
+        _, job, _ = await api.ask("POST", "/v1/jobs", submission(), **other)
+        api.service.views[job["id"]] = LiveView("demo")
+        paths = [f"/v1/jobs/{job['id']}/events", f"/jobs/{job['id']}/events"]
+        streams = [
+            await open_streams.enter_async_context(api.session.get(f"{api.base}{path}", headers=ci)) for path in paths
+        ]
+        assert [stream.status for stream in streams] == [200, 200]
+        for path in paths:
+            found, answer, headers = await api.ask("GET", path, **ci)
+            assert (found, headers["Retry-After"]) == (429, "10")
+            assert answer["detail"] == "the token 'ci' has 2 event streams, the most for one token; close some"
+        assert await status(api, "GET", "/v1/jobs", **ci) == 200
+        async with api.session.get(f"{api.base}{paths[0]}", headers=other) as stream:
+            assert stream.status == 200, "others have theirs"
+        api.service.tell(job["id"], "state", number=2, to="cancelled", cause="", **{"from": "queued"})
+        await api.service.become(job["id"], JobState.CANCELLED)
+        await streams[0].read()  # It ends, and its place is free.
+        async with api.session.get(f"{api.base}{paths[0]}", headers=ci) as stream:
+            assert stream.status == 200
 
 
 async def test_a_proxy_says_who_asks_only_if_it_is_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 
 import pytest
@@ -138,6 +139,31 @@ async def test_what_would_fail_again_fails_at_once(tmp_path, error):
         assert failed.cause == str(error)
         assert len(fakes.made["job"]) == 1
     error.__traceback__ = None
+
+
+async def test_no_secret_of_an_error_is_shown(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    fakes = Fakes()
+    fakes.free = True
+
+    def cannot_connect(fake):
+        try:
+            raise OSError("postgres://ada:hunter2@db: password=hunter2 is wrong")
+        except OSError as error:
+            fake.progress.noted(logging.WARNING, f"step 1 failed and is tried again: {error}")
+            return error
+
+    fakes.fails = cannot_connect
+    async with opened(tmp_path, fakes) as service:
+        job = await service.submit(faults={"snapshot_retries": 0})
+        failed = await service.comes(job.id, FAILED)
+        assert failed.cause == "OSError: postgres://***@db: password=*** is wrong"
+        events = await service.store.events(job.id)
+        assert any("cannot_connect" in str(event.data.get("text")) for event in events), "the traceback is there"
+        assert "hunter2" not in str(events)
+    assert "password=*** is wrong" in caplog.text
+    assert "hunter2" not in caplog.text
+    caplog.clear()
 
 
 async def test_a_failing_job_that_was_asked_to_end_ends(tmp_path):

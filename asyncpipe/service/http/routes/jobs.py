@@ -147,5 +147,5 @@ async def events(
 ) -> EventStream:
     """Events of a job as they happen."""
     await service.get(job)
-    following = job_events(service, job, after if seen is None else seen)
-    return EventStream(until(request.app.state.closing, partial(still_known, request), following))
+    state, following = request.app.state, job_events(service, job, after if seen is None else seen)
+    return EventStream(until(state.closing, partial(still_known, request), following), state.places.place(request))
