@@ -91,7 +91,8 @@ class LiveView:
             # The error's traceback would keep the frames of the failed step alive, and with them its tensors.
             failed, cancelled, _ = self._spoiled
             is_failure = record.outcome is Outcome.FAILED
-            number = self._done + 1 if self._done or self._steps is not None else record.step  # The pool counts all jobs.
+            # The number of the job's step, where it has one: the pool counts the steps of all jobs.
+            number = self._done + 1 if self._done or self._steps is not None else record.step
             self._spoiled = (failed + is_failure, cancelled + (not is_failure), _sentence(record, number))
 
     def training_step(self, loss: float, samples: int, tokens: int, duration: float) -> None:

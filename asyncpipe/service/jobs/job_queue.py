@@ -13,8 +13,9 @@ the first one waits for gives back its place together with its devices. So the f
 had its devices when it became the first have ended.
 
 Where no more jobs may run, and where a job has to run alone, all jobs behind it wait. Such a job lets those pass that
-came before it or within ``PATIENCE_SECONDS`` after it, and no others: it has its turn as well. Only the first few jobs are
-looked at, and the others need only the number of jobs before them: nothing here takes longer in a queue of thousands.
+came before it or within ``PATIENCE_SECONDS`` after it, and no others: it has its turn as well. Only the first few jobs
+are looked at, and the others need only the number of jobs before them: nothing here takes longer in a queue of
+thousands.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class JobQueue:
         self._jobs: dict[str, tuple[_Place, JobRecord]] = {}
 
     def put(self, record: JobRecord, *, alone: bool = False) -> None:
-        """Let the job of ``record`` wait, to run ``alone`` or not; it may have waited elsewhere, with another record."""
+        """Let the job of ``record`` wait, perhaps to run ``alone``; it may have waited with another record."""
         self.discard(record.id)
         since = record.updated + PATIENCE_SECONDS if alone else record.submitted
         place = (record.is_background, since, record.id)
