@@ -15,7 +15,7 @@ __all__ = ["FORMATS", "LEVELS", "add_to_audit", "service_log"]
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
-JSON = {
+JSON: dict[str, Any] = {
     "fmt": ["asctime", "levelname", "name", "message"],
     "rename_fields": {"asctime": "time", "levelname": "level", "name": "logger"},
 }
