@@ -173,3 +173,31 @@ def test_an_object_without_tensors_passes_as_it_is():
     assert notes == [note] * 3
     assert all(given is note for given, _ in seen)
     assert sum(again for _, again in seen) == 9
+
+
+class Labelled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, labels):
+        return self.linear(x), labels
+
+
+class Margin(nn.Module):
+    def forward(self, value):
+        return nn.functional.soft_margin_loss(*value, reduction="none")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_constant_that_passes_through_a_stage_needs_no_gradient_behind_it(mode):
+    """torch has no gradient for these labels, and refuses labels that require one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Labelled(), Margin(), nn.Identity()).double()
+    x, labels = torch.randn(9, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64).sign()
+    model[1](model[0](x, labels)).mean().backward()
+    wanted = model[0].linear.weight.grad.clone()
+    model.zero_grad()
+    with pipeline(model, checkpoint=mode).sync() as pipe:
+        pipe(x, labels).mean().backward()
+    assert_close([model[0].linear.weight.grad], [wanted])

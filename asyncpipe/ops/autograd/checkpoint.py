@@ -78,15 +78,21 @@ class Recomputation:
         self.retain = False
         """Whether another backward may follow, which will recompute again."""
 
-    def forward(self) -> list[Tensor]:
-        """The outputs of the first run, without a graph. Raises ``RecomputeError`` if it overwrote its inputs."""
+    def forward(self) -> list[tuple[Tensor, bool]]:
+        """The outputs of the first run, detached, and whether each is an input that needs no gradient, passed on.
+
+        Which outputs need a gradient is not known otherwise: there is no graph. Raises ``RecomputeError`` if the run
+        overwrote its inputs.
+        """
         assert self._function is not None
         # Aliases: a hook that the function registers on its input belongs to the second run, as its activations do.
         given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
         with _running_as("first"):
             outputs = self._function(given)
         self._check_inputs()
-        return outputs
+        constant = {id(tensor) for tensor in given if not tensor.requires_grad}
+        # Detached, so that no output is a view of an input.
+        return [(output.detach(), id(output) in constant) for output in outputs]
 
     def run(self) -> None:
         """Do the second run, with a graph, unless it is done already."""
@@ -141,10 +147,10 @@ class _Checkpoint(torch.autograd.Function):
     def forward(ctx: Any, _phony: Tensor, shared: Recomputation, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
-        # Detached, so that no output is a view of an input.
-        outputs = tuple(tensor.detach() for tensor in shared.forward())
-        ctx.mark_non_differentiable(*(x for x in outputs if not (x.is_floating_point() or x.is_complex())))
-        return outputs
+        outputs = shared.forward()
+        constant = (x for x, passed in outputs if passed or not (x.is_floating_point() or x.is_complex()))
+        ctx.mark_non_differentiable(*constant)
+        return tuple(x for x, _ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

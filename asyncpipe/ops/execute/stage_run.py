@@ -20,6 +20,7 @@ from asyncpipe.ops.model.buffers import BufferValues
 from asyncpipe.ops.model.microbatch import Arguments, Packet
 from asyncpipe.ops.model.stage import CALLER, Stage
 from asyncpipe.ops.model.stage_compiler import CallKind
+from asyncpipe.ops.torch_internals import version_of
 
 __all__ = ["LossResult", "StageRun", "StageSetup"]
 
@@ -155,6 +156,10 @@ class StageRun:
         if setup.plan.loss is not None and CALLER in packets:
             packets[CALLER] = Packet(self._loss(setup.plan, sent[CALLER]))
             flat = _tensors(packets)
+        if given is not tensors and is_checkpointing():
+            # What is passed on as it is goes on as such: one that needs no gradient needs none behind the stage.
+            passed = {id(copy): x for copy, x in zip(given, tensors, strict=True) if not version_of(copy)}
+            flat = [passed.get(id(x), x) for x in flat]
         return flat
 
     def _loss(self, plan: StepPlan, output: Any) -> Any:

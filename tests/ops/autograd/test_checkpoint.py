@@ -130,13 +130,14 @@ def test_several_inputs_and_outputs_of_every_kind() -> None:
     def function(tensors: Sequence[Tensor]) -> list[Tensor]:
         x, constant, index = tensors
         y = x * weight + constant
-        return [index + 1, y, y.detach() * 3, x, (y * y)[index]]
+        return [index + 1, y, y.detach() * 3, x, (y * y)[index], constant]
 
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     constant, index = torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0, 2])
     outputs, _ = checkpoint(function, [x, constant, index])
-    assert [output.dtype for output in outputs] == [torch.int64, *[torch.float32] * 4]
+    assert [output.dtype for output in outputs] == [torch.int64, *[torch.float32] * 5]
     assert not outputs[0].requires_grad
+    assert not outputs[5].requires_grad, "passed on as it is, so it needs none behind the function either"
     (outputs[1].sum() + outputs[3].sum() + outputs[4].sum()).backward()
     found = x.grad.clone(), weight.grad.clone()
     assert constant.grad is None
