@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test long lint node dashboards docs bench campaigns soak differential architectures padding faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
+.PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -47,13 +47,16 @@ CASES ?= 2000
 SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak differential faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api architectures padding
+campaigns: soak differential modules faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api architectures padding
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns soak --minutes $(MINUTES)
 
 differential: .venv/installed
 	$(BIN)/python -m tests.campaigns differential --cases $(CASES) --seed $(SEED) --minutes $(MINUTES)
+
+modules: .venv/installed
+	$(BIN)/python -m tests.campaigns modules --cases 0 --minutes $(MINUTES)
 
 architectures: .venv/installed
 	$(BIN)/python -m tests.campaigns architectures --minutes $(MINUTES)

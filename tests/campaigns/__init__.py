@@ -7,6 +7,7 @@ environment variable sets; those stay beside the code that they test. What is he
     __main__.py    the command line
     models/        random models of real layers, for the next two
     differential/  random models as pipelines, against the same models unsplit
+    modules/       each module of torch's own tests in a pipeline, against the same model unsplit
     workers/       random runs in worker processes, against threads
     architectures/ real models as pipelines, against the same models unsplit
     faults/        faults, cancellations and hung tasks at random points of a step

@@ -17,6 +17,7 @@ MODULES = {
     "faults": "faults.campaign",
     "hangs": "hangs.campaign",
     "hosts": "hosts.campaign",
+    "modules": "modules.campaign",
     "packaging": "packaging.campaign",
     "padding": "architectures.padding",
     "service": "service.campaign",

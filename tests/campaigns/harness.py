@@ -66,6 +66,8 @@ class Verdict(NamedTuple):
     """The message of a refusal; what was found, first in one line."""
     label: str = ""
     """What is counted in place of the outcome."""
+    topic: str = ""
+    """What the case is about: a table says how often it was seen, by outcome."""
 
     @property
     def is_finding(self) -> bool:
@@ -99,7 +101,10 @@ class Report:
 
     def add(self, verdict: Verdict, repeat: str) -> None:
         """Count a verdict; ``repeat`` is the command for its case."""
-        self.counts["outcome"][verdict.label or verdict.outcome] += 1
+        outcome = verdict.label or verdict.outcome
+        self.counts["outcome"][outcome] += 1
+        if verdict.topic:
+            self.counts["topic"][f"{verdict.topic}: {outcome}"] += 1
         if verdict.is_finding:
             self.find(f"{verdict.outcome}: {verdict.text}", repeat)
         elif verdict.outcome in ("refused", "void"):

@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,31 +47,26 @@ def _judge(case: Case) -> Verdict:
         if draws:
             simple = replace(case, schedule="gpipe", devices=case.stages, checkpoint="never")
             wanted = run_pipelined(replace(simple, options=tuple(o for o in case.options if o != "hint")))
-    except AsyncpipeError as error:
-        return _refusal(error)
-    except Exception as error:  # noqa: BLE001 - the finding
-        return _error(error)
-    differences = list(_differences(case, wanted, got))
-    if draws and not differences:
-        differences += _derivative(case, got)
-    return Verdict("wrong", "\n".join(differences)) if differences else Verdict("right")
+    except Exception as error:  # noqa: BLE001 - a refusal, or the finding
+        return told(error)
+    found = list(differences(case, wanted, got))
+    if draws and not found:
+        found += _derivative(case, got)
+    return Verdict("wrong", "\n".join(found)) if found else Verdict("right")
 
 
-def _refusal(error: AsyncpipeError) -> Verdict:
-    cause = error.__cause__ if isinstance(error, TaskError) else error
+def told(error: Exception) -> Verdict:
+    """A refusal if it is an error of ours, or a task's that has such a one as its cause; a finding otherwise."""
+    cause = error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error
     if isinstance(cause, AsyncpipeError) and not isinstance(cause, TaskError):
         return Verdict("refused", f"{type(cause).__name__}: {cause}")
-    return _error(error)
-
-
-def _error(error: Exception) -> Verdict:
-    cause = error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error
     where = "".join(traceback.format_exception(cause))
     line = str(cause).splitlines()[0] if str(cause) else ""
     return Verdict("error", f"{type(error).__name__} of {type(cause).__name__}: {line}\n{where}")
 
 
-def _differences(case: Case, wanted: Observed, got: Observed) -> Iterator[str]:
+def differences(case: Any, wanted: Observed, got: Observed) -> Iterator[str]:
+    """Where they are unlike, in lines. Of the case it asks for its steps, options and tags."""
     tolerance = BFLOAT if "autocast" in case.options else FLOAT if "float" in case.tags else TOLERANCE
     for step, (ours, theirs) in enumerate(zip(got.losses, wanted.losses, strict=True)):
         yield from _compared(f"loss of step {step}", {"": theirs}, {"": ours}, tolerance)
