@@ -90,6 +90,8 @@ class TrainingService(JobReading):
         self._stack = AsyncExitStack()
         self._not_open: str = "is not open; use 'async with'"
         """Why the service cannot be used; empty while it is open."""
+        self._lost = ""
+        """What the store has lost, in a sentence."""
 
     @property
     def manager(self) -> Manager:
@@ -139,7 +141,7 @@ class TrainingService(JobReading):
             if refuse:
                 await in_thread(lambda: check_before_opening(path, jobs))
             store = await stack.enter_async_context(JobStore(path))
-            await check_state(store, jobs, refuse=refuse)
+            self._lost = await check_state(store, jobs, refuse=refuse)
             await in_thread(self.tokens.refresh)
             manager = Manager(settings, self._entries, store, metrics=self.collector, **self._options)
             self.collector.commits = lambda: store.commits
@@ -297,4 +299,4 @@ class TrainingService(JobReading):
             return ServiceStatus(False, False, failure, running, queued)
         if manager.shutdown is not None:
             return ServiceStatus(False, True, f"takes no more jobs: {manager.shutdown}", running, queued)
-        return ServiceStatus(True, True, "takes jobs", running, queued)
+        return ServiceStatus(True, True, "; ".join(filter(None, ["takes jobs", self._lost])), running, queued)

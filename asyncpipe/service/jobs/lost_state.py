@@ -7,15 +7,18 @@
     older          newer ones       refuses: they are of jobs that were accepted and are not known
     there          gone, or empty   refuses: a disk that is not mounted, most likely
     there          one is gone      quarantines that job, if it has not ended
+    older          as old as it     goes on, and says in its log and in /readyz how many jobs of the audit it has not
 
-``lost_state = "quarantine"`` among the settings is for what is gone for good: nothing is refused then. The last row is
+``lost_state = "quarantine"`` among the settings is for what is gone for good: nothing is refused then. The last row but one is
 looked at once more before each run of a job.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
@@ -52,17 +55,34 @@ def check_before_opening(store: Path, jobs: Path) -> None:
         raise LostStateError(f"{found}; {advice}")
 
 
-async def check_state(store: JobStore, jobs: Path, *, refuse: bool) -> None:
-    """Compare all jobs of ``store`` with the folders in ``jobs``, before any of them runs.
+async def check_state(store: JobStore, jobs: Path, *, refuse: bool) -> str:
+    """Compare all jobs of ``store`` with the folders in ``jobs`` and with the audit beside it, before any of them runs.
 
     Ends what a kill has left half done. Quarantines jobs that have not ended and whose snapshots are gone. Raises
-    ``LostStateError`` where it is more than single jobs, unless ``refuse`` is false: that is logged then.
+    ``LostStateError`` where it is more than single jobs, unless ``refuse`` is false: that is logged then. Returns what
+    an operator must know of jobs that are lost; empty if none are.
     """
     known = await store.every()
     lost = await in_thread(lambda: _compare(known, jobs, refuse=refuse))
     for job, found in lost:
         _logger.error("job %s is quarantined: %s", job.id, found)
         await store.transition(job.id, JobState.QUARANTINED, found, expect=job.state)
+    audited, ever = await in_thread(lambda: len(set(_submitted(jobs.parent)))), await store.ever()
+    if audited <= ever:
+        return ""
+    problem = f"the audit has {audited} submitted jobs, and the store only {ever}: what it committed last is lost"
+    _logger.error("%s; restore a backup, or move audit.jsonl away if that is known", problem)
+    return problem
+
+
+def _submitted(folder: Path) -> Iterator[str]:
+    """The ids of the jobs that were submitted, as the audit in ``folder`` has them. Blocks."""
+    for path in (folder / "audit.jsonl.1", folder / "audit.jsonl"):
+        with suppress(OSError), path.open("rb") as file:
+            for line in file:
+                with suppress(ValueError, KeyError):  # A kill may have torn it.
+                    if b"201" in line and (table := json.loads(line))["status"] == 201:
+                        yield table["job"]
 
 
 def _compare(known: Sequence[JobRecord], jobs: Path, *, refuse: bool) -> list[tuple[JobRecord, str]]:

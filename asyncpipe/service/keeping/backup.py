@@ -101,6 +101,9 @@ def back_up(folder: Path, to: Path, snapshots: SnapshotsWanted = SnapshotsWanted
 
 
 def _fill(tar: tarfile.TarFile, folder: Path, copy: Path, wanted: SnapshotsWanted, summary: BackupSummary) -> None:
+    for name in (*LOGS, TOKENS):  # Before the store, which then has all jobs of the audit.
+        with suppress(FileNotFoundError):
+            _add(tar, folder, folder / name)
     with open_beside(folder / STORE) as live, closing(sqlite3.connect(copy, isolation_level=None)) as target:
         # All pages at once: one state, for which no commit of the service has to wait, since it has a write-ahead log.
         live.backup(target)
@@ -114,9 +117,6 @@ def _fill(tar: tarfile.TarFile, folder: Path, copy: Path, wanted: SnapshotsWante
                 _add_files(tar, folder, where)
             elif attempts:
                 summary.problems.append(f"job {job} was started, and {where} is not there")
-    for name in (*LOGS, TOKENS):
-        with suppress(FileNotFoundError):
-            _add(tar, folder, folder / name)
     tar.add(copy, STORE, filter=_plain)
 
 

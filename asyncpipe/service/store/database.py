@@ -56,7 +56,9 @@ class StoreError(AsyncpipeError, RuntimeError):
         self.problem = problem
 
 
-_RESTORE = "restore it from a backup, or move it, its -wal file and the folder jobs away to begin with nothing"
+_RESTORE = (
+    "restore it from a backup, or move it, its -wal file, audit.jsonl and the folder jobs away to begin with nothing"
+)
 _ONE_SERVICE = "only one process can use a store: stop the other one, or name another file"
 _LET_IN = "the user of this process needs to read and write the file and its folder"
 _WORDS: dict[int, tuple[StoreProblem, str, str]] = {
@@ -139,7 +141,7 @@ def open_beside(path: Path, busy_seconds: float = 5.0) -> Iterator[sqlite3.Conne
 def check_store(path: Path) -> None:
     """Raise ``StoreError`` unless the file at ``path`` is an intact store that this version can open. Blocks."""
     with open_beside(path) as connection:
-        _check_intact(connection, path, "integrity_check(1)")
+        _check_intact(connection, path)
 
 
 class _OwnConnection(sqlite3.Connection):
@@ -186,7 +188,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     if mode != "wal":
         advice = "put it on a local disk"
         raise StoreError(path, StoreProblem.FAILED, f"cannot have a write-ahead log (its journal is {mode!r})", advice)
-    _check_intact(connection, path, "quick_check(1)")
+    _check_intact(connection, path)
     if is_new:
         try:
             connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
@@ -196,8 +198,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
             raise
 
 
-def _check_intact(connection: sqlite3.Connection, path: Path, check: str) -> None:
-    if (found := _pragma(connection, check)) != "ok":
+def _check_intact(connection: sqlite3.Connection, path: Path) -> None:
+    if (found := _pragma(connection, "integrity_check(1)")) != "ok":
         raise StoreError(path, StoreProblem.DAMAGED, f"is damaged ({found})", _RESTORE)
 
 

@@ -368,6 +368,11 @@ class JobStore:
         """All jobs, oldest first: for the comparison with their folders."""
         return await self._thread.run(every_job)
 
+    async def ever(self) -> int:
+        """How many jobs there have ever been, those that were deleted as well."""
+        number = "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'jobs'"
+        return await self._thread.run(lambda db: int(db.execute(number).fetchone()[0]))
+
     async def due(self, at: float) -> tuple[tuple[str, ...], float | None]:
         """The jobs that have not ended by their deadline, ``at`` this time; and when the next deadline is."""
 

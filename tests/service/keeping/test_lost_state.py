@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -131,3 +132,25 @@ async def test_what_a_job_can_do_without_is_said_when_it_goes_on(tmp_path, jobs)
         await until(lambda: fakes.made["job"])
         began = (await opened.history(jobs[0]))[-1]
         assert "its snapshot step-3 is gone, so it goes on from step-1" in began.cause
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_store_without_its_last_commits_is_told_from_the_audit(tmp_path, caplog, cut):
+    async with service(tmp_path, max_running=1) as (opened, _):
+        known = [(await opened.submit(submission()))[0].id for _ in range(8)]
+        await opened.pause(known[-1])
+        # The file as a kill leaves it: the commits are in the write-ahead log.
+        for name in ("jobs.sqlite3", "jobs.sqlite3-wal"):
+            (tmp_path / f"{name}.killed").write_bytes((tmp_path / name).read_bytes())
+    wal = (tmp_path / "jobs.sqlite3-wal.killed").read_bytes()
+    (tmp_path / "jobs.sqlite3-wal.killed").write_bytes(wal[: len(wal) // 2] if cut else wal)
+    for name in ("jobs.sqlite3", "jobs.sqlite3-wal"):
+        (tmp_path / f"{name}.killed").rename(tmp_path / name)
+    lines = [json.dumps({"status": 201, "job": job}) for job in known] + ['{"status": 201, "job"']
+    (tmp_path / "audit.jsonl").write_text("\n".join(lines))
+    async with service(tmp_path, max_running=1) as (opened, _):
+        left = len(await opened.list())
+        assert (left < 8) == cut
+        lost = f"the audit has 8 submitted jobs, and the store only {left}: what it committed last is lost"
+        assert opened.status().reason == (f"takes jobs; {lost}" if cut else "takes jobs")
+    assert (lost in caplog.text) == cut
