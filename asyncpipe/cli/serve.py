@@ -9,7 +9,8 @@ accepts only addresses of this machine.
 
 On SIGTERM or SIGINT (Ctrl-C) the service takes no new jobs, every running job ends its step and takes a snapshot within
 --grace-seconds, and the service exits with 0. A supervisor should wait ten seconds longer before it kills the process.
-A second signal ends the process at once; its jobs then continue from their last snapshots at the next start.
+A second signal ends the process at once; its jobs then continue from their last snapshots at the next start. On SIGHUP
+it reads its settings again, and uses their entries and their token from then on; jobs that run go on.
 
 examples:
   asyncpipe serve --entries charlm:build --entry-path examples/charlm --devices cpu:0,cpu:1,cpu:2,cpu:3
@@ -63,6 +64,8 @@ MOST_FILES = 65_536
 READER_SECONDS = 1.0
 """How long a last message waits for its reader."""
 
+_logger = logging.getLogger(__name__)
+
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add ``serve`` to the command line. Its options are the settings, which only ``run`` imports."""
@@ -88,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
     deadline.daemon = True
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_run(settings, deadline))
+            runner.run(_run(arguments, settings, deadline))
     finally:
         deadline.cancel()
     return 0
@@ -144,12 +147,12 @@ def give_up() -> None:
         os._exit(GRACE_OVER)
 
 
-async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
+async def _run(arguments: Sequence[str], settings: ServiceSettings, deadline: threading.Timer) -> None:
     """Serve until a signal arrives; then start ``deadline`` and drain the jobs."""
     from asyncpipe.service.http import serve_api
     from asyncpipe.service.training_service import TrainingService
 
-    with _end_signals() as first:
+    with _signals() as (first, hung_up):
         async with AsyncExitStack() as stack:
             service = await stack.enter_async_context(TrainingService(settings))
             url = await stack.enter_async_context(serve_api(service, settings))
@@ -167,6 +170,8 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
             where += "; each job in a process of its own" if settings.is_isolated else ""
             _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}{where}")
             status = service.status()
+            reloading = asyncio.create_task(_reload(service, arguments, hung_up), name="asyncpipe: SIGHUP")
+            stack.callback(reloading.cancel)
             _print(f"ready: {status.running} jobs run, {status.queued} wait")
             number = await first
             deadline.start()
@@ -177,30 +182,48 @@ async def _run(settings: ServiceSettings, deadline: threading.Timer) -> None:
         _print_last("ended; jobs go on at the next start")
 
 
+async def _reload(service: TrainingService, arguments: Sequence[str], told: asyncio.Event) -> None:
+    """Read the settings again whenever ``told`` is set."""
+    while await told.wait():
+        told.clear()
+        try:
+            settings, _ = await asyncio.to_thread(parse_settings, arguments)
+            await service.reload(settings)
+        except Exception as error:  # noqa: BLE001 - whatever the new settings are, the service goes on
+            _logger.error("SIGHUP: the settings are wrong, and nothing has changed: %s", error)
+        else:
+            _logger.info("SIGHUP: entries: %s; the token was read again", ", ".join(service.entries.names))
+
+
 @contextmanager
-def _end_signals() -> Iterator[asyncio.Future[signal.Signals]]:
-    """Handle SIGINT and SIGTERM during the block: the first is the future's result, the second ends the process.
+def _signals() -> Iterator[tuple[asyncio.Future[signal.Signals], asyncio.Event]]:
+    """Handle SIGINT, SIGTERM and SIGHUP during the block; the last one sets the event.
+
+    Of the others the first is the future's result, and the second ends the process.
 
     The handlers are Python's (``signal.signal``), which run between two bytecodes of the main thread, and not the event
     loop's: the loop may be stuck in a callback, and the second signal must not wait for it.
     """
     loop = asyncio.get_running_loop()
     first: asyncio.Future[signal.Signals] = loop.create_future()
-    seen = False
+    seen, hung_up = False, asyncio.Event()
 
     def on_signal(number: int, _: FrameType | None) -> None:
         nonlocal seen
+        if number == signal.SIGHUP:
+            loop.call_soon_threadsafe(hung_up.set)
+            return
         if seen:
             os._exit(128 + number)  # Not sys.exit: the user wants no cleanup, which may be what hangs.
         seen = True
         loop.call_soon_threadsafe(first.set_result, signal.Signals(number))
 
     before: dict[signal.Signals, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with suppress(ValueError):  # Only the main thread may set handlers.
             before[number] = signal.signal(number, on_signal)
     try:
-        yield first
+        yield first, hung_up
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

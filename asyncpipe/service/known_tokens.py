@@ -33,13 +33,17 @@ class KnownTokens:
 
     def __init__(self, folder: Path, own: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
-        self._own = None if own is None else token_digest(own.get_secret_value().encode())
+        self.use(own)
         self._clock = clock
         self._stamp: object = None
         """What the file looked like when it was read last; ``None`` before."""
         self._is_used = False
         self._known: dict[bytes, TokenRecord] = {}
         self._lock = Lock()
+
+    def use(self, own: SecretStr | None) -> None:
+        """Let in who sends ``own``, and no more who sends that of the settings before."""
+        self._own = None if own is None else token_digest(own.get_secret_value().encode())
 
     @property
     def is_required(self) -> bool:

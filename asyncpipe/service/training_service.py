@@ -33,7 +33,7 @@ from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.keeping.retention import Retainer
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.service_loop import ServiceDrainingError, ServiceLoop
-from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
 from asyncpipe.service.store.database import STORE
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobStore
@@ -158,6 +158,17 @@ class TrainingService(JobReading):
             await self._stack.aclose()
         finally:
             self.loop.beat_no_more()
+
+    async def reload(self, settings: ServiceSettings) -> None:
+        """Use the entries and the token of ``settings`` from now on, and nothing else of them; jobs that run go on.
+
+        Modules that were imported before stay as they are. Raises ``SettingsError``, and nothing has changed then.
+        """
+        if settings.token is None and self.settings.token is not None:
+            raise SettingsError("token: missing; a service that asks for a token asks for one until it ends")
+        own = self.settings.model_copy(update={"entries": settings.entries})
+        self.manager.entries = self._entries = await in_thread(lambda: Entries.load(own))
+        self.tokens.use(settings.token)
 
     def take_no_more(self, cause: str) -> None:
         """Take no more jobs from now on, without waiting for anything. From any thread."""

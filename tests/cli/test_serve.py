@@ -17,7 +17,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from killing import SCRIPT, serving
+from killing import SCRIPT, poll, serving
 from preloaded import Program
 
 from asyncpipe import cli
@@ -158,6 +158,39 @@ GATED = {
     "pipeline": {"devices": ["cpu:0", "cpu:1"], "microbatches": 1},
     "training": {"steps": 1, "batch_size": 2, "learning_rate": 0.1},
 }
+
+
+def test_a_hangup_reads_entries_and_the_token_again(folder):
+    def token(text):
+        (folder / "token").write_text(text, encoding="utf-8")
+        (folder / "token").chmod(0o600)
+
+    def said(text):
+        poll(text, lambda: text in (folder / "stderr").read_text(encoding="utf-8"))
+
+    settings = (folder / "service.toml").read_text(encoding="utf-8")
+    token(TOKEN)
+    with serving(folder, "--token-file", "token") as served:
+        url = served.client().url
+        before, after = JobClient(url, TOKEN, retries=0), JobClient(url, TOKEN[::-1], retries=0)
+        with pytest.raises(ApiError, match="entry: must be a registered entry"):
+            before.submit(GATED | {"entry": "again:build"})
+        (folder / "service.toml").write_text("port = 'x'", encoding="utf-8")
+        served.process.send_signal(signal.SIGHUP)
+        said("SIGHUP: the settings are wrong, and nothing has changed: ")
+        assert list(before.list()) == []
+        (folder / "code" / "again.py").write_text(SLOW, encoding="utf-8")
+        (folder / "service.toml").write_text(settings + '[entries."again:build"]\n', encoding="utf-8")
+        token(TOKEN[::-1])
+        served.process.send_signal(signal.SIGHUP)
+        said("SIGHUP: entries: again:build, charlm:build, slow:build; the token was read again")
+        with pytest.raises(ApiError, match=r"Unauthorized \(401\)"):
+            list(before.list())
+        os.mkfifo(folder / "gate")
+        job = after.submit(GATED | {"entry": "again:build"})["id"]
+        served.line("in the gate")
+        assert after.show(job)["state"] == "running"
+        served.process.kill()
 
 
 # Draining does not begin before the test is over: what is said of the service is true already.

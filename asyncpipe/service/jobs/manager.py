@@ -79,7 +79,7 @@ class Manager:
         self.pool = DevicePool(workers=launcher, worker_path=folders, **settings.hangs)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self.ended = EndedJobs(self.jobs, self.logs.folder, settings.max_queued)
-        self._entries = entries
+        self.entries = entries
         self.processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None
         self._hung = 0
         """Hangs that the watchdogs of jobs' processes have found."""
@@ -243,7 +243,7 @@ class Manager:
                 return
             try:
                 job = job_of(current, self.settings)
-                make_workload = self._entries.make(current.entry, current.table("parameters"))
+                make_workload = self.entries.make(current.entry, current.table("parameters"))
             except AsyncpipeError as error:
                 await self.jobs.become(current, JobState.FAILED, f"cannot be built: {error}")
                 return
