@@ -85,6 +85,19 @@ async def test_the_audit_says_who_changed_what_and_who_was_refused(
     assert max(len(line) for line in caplog.text.splitlines()) < 500
 
 
+async def test_of_two_apis_in_one_process_each_has_an_audit_also_when_the_other_has_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "asyncpipe.audit")
+    jobs = []
+    async with mounted(tmp_path / "a") as api:
+        async with mounted(tmp_path / "b") as other:
+            jobs += [await api.submitted(), await other.submitted()]
+        jobs.append(await api.submitted())
+    told = [each.job for each in caplog.records if each.name == "asyncpipe.audit"]  # type: ignore[attr-defined]
+    assert told == jobs
+
+
 async def test_a_revoked_token_ends_at_once_and_so_does_what_it_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

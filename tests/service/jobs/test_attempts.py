@@ -79,6 +79,17 @@ async def test_a_job_that_waits_to_run_alone_is_not_overtaken_for_ever(tmp_path,
         await until(lambda: len(jobs.running) == 4)
 
 
+async def test_pauses_before_the_first_step_are_no_attempts(tmp_path):
+    async with opened(tmp_path, max_attempts=2) as service:
+        jobs, job = service.manager.jobs, (await service.submit(**LONG)).id
+        for run in range(1, 4):
+            await until(lambda run=run: len(service.fakes.made["job"]) == run)
+            await jobs.pause(job, "a break")
+            paused = await service.comes(job, PAUSED, QUARANTINED)
+            assert (paused.state, paused.crashes, paused.failures) == (PAUSED, 0, 0)
+            await jobs.resume(job, "go")
+
+
 async def test_a_job_that_was_asked_to_end_is_not_quarantined_and_nothing_goes_on_where_nothing_shall(tmp_path):
     async with opened(tmp_path) as service:
         asked, ran, waited = [(await service.submit(name, **LONG)).id for name in ("asked", "ran", "waited")]

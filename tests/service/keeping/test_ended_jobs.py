@@ -88,6 +88,17 @@ async def test_a_retried_job_goes_on_from_the_snapshot_that_was_said_with_what_w
         ]  # fmt: skip
 
 
+async def test_a_retry_keeps_what_was_changed_before(tmp_path):
+    async with service(tmp_path) as (opened, fakes):
+        job, later = (await cancelled(opened, fakes, 0)).id, 4e9
+        await opened.amend(job, tags=["night"])
+        first = await opened.retry(job, changes={"deadline": later, "weight": 2.5})
+        await opened.cancel(job)
+        await comes(opened, job, JobState.CANCELLED)
+        for record in (first, await opened.retry(job)):
+            assert (record.tags, record.deadline, record.weight) == (("night",), later, 2.5)
+
+
 async def test_a_job_whose_snapshots_are_gone_begins_anew_only_if_that_is_said(tmp_path):
     async with service(tmp_path) as (opened, fakes):
         job = (await cancelled(opened, fakes)).id
