@@ -9,8 +9,8 @@
     there          one is gone      quarantines that job, if it has not ended
     older          as old as it     goes on, and says in its log and in /readyz how many jobs of the audit it has not
 
-``lost_state = "quarantine"`` among the settings is for what is gone for good: nothing is refused then. The last row but one
-is looked at once more before each run of a job.
+``lost_state = "quarantine"`` among the settings is for what is gone for good: nothing is refused then. The last row
+but one is looked at once more before each run of a job.
 """
 
 from __future__ import annotations
