@@ -32,6 +32,7 @@ from asyncpipe.errors import (
     EdgeError,
     HangError,
     HostLostError,
+    LauncherError,
     OptionError,
     TaskError,
     WorkerLostError,
@@ -284,6 +285,10 @@ class LastingRun:
                 unit = next(u for u, each in devices.items() if error.worker in workers.worker_of(each).values())
                 missing[unit] = short(error)
                 del devices[unit]
+            except LauncherError as error:  # There is no room for any of them.
+                up = workers.up
+                lacking = [unit for unit, each in devices.items() if set(workers.worker_of(each).values()) - up.keys()]
+                return missing | dict.fromkeys(lacking, short(error))
             else:
                 break
         return missing

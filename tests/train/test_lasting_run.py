@@ -51,6 +51,7 @@ def _all_on(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lasting_run, "LONGEST_PAUSE", 0.02)
     monkeypatch.setattr(next_move, "LONGEST_PAUSE", 0.02)
     yield
+    hosts.room = True
     hosts.off.clear()
     hosts.silent.clear()
 
@@ -149,25 +150,28 @@ async def test_a_run_waits_for_what_it_has_lost_and_gives_up_in_the_end(tmp_path
     make = make_chain(tied=False)
 
     def strike() -> None:
+        hosts.room = False
         hosts.off.add("cpu:2")
         kill(pool, "cpu:2")
 
     class Back(Struck):
         def waiting(self, reason: str | None) -> None:
             super().waiting(reason)
-            if len(self.waited) == 2:
+            hosts.room = True
+            if len(self.waited) == 3:
                 hosts.off.clear()
 
     told = Back({3: strike})
     disturb()
     job = job_of(tmp_path / "waits", lost_host="wait", wait_seconds=60)
     summary = await LastingRun(job, make, progress=told, pool=pool).run()
-    assert told.waited[0].startswith("waits for cpu:2, up to 60 s: worker 'cpu:2' did not start")
+    assert told.waited[0] == "waits for cpu:2, up to 60 s: the cluster has had no room"
+    assert told.waited[1].startswith("waits for cpu:2, up to 60 s: worker 'cpu:2' did not start")
     assert told.where == [tuple(DEVICES)] * 2
     assert_same_end(await undisturbed(tmp_path / "alone", make), summary.snapshot)
 
     again = job_of(tmp_path / "gives up", lost_host="wait", wait_seconds=0.05)
-    with pytest.raises(HostLostError, match=r"has lost cpu:2 and has waited 0.05 s .* no route to cpu:2"):
+    with pytest.raises(HostLostError, match=r"has lost cpu:2 and has waited 0.05 s .*: the cluster has had no room"):
         await LastingRun(again, make, progress=Struck({3: strike}), pool=pool).run()
 
 
