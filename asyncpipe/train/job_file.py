@@ -264,9 +264,14 @@ class RayTable(StrictModel):
     hosts: PositiveInt | None = None
     cpus: NonNegativeFloat = 1.0
     resources: dict[str, PositiveFloat] = Field(default_factory=dict, description="must be a table of numbers")
+    placement_group: NonEmptyText | None = None
     interface: NonEmptyText | None = None
     environment: dict[str, str] = Field(default_factory=dict, description="must be a table of texts")
     seconds: PositiveFloat = 60.0
+
+    def launcher(self, name: str) -> RayWorkers:
+        """What starts workers for a pool; Ray lists them by ``name``."""
+        return RayWorkers(**self.model_dump(), name=name)
 
 
 class TrainingTable(StrictModel):
@@ -417,7 +422,7 @@ class Job(StrictModel):
 
     def pool_workers(self) -> str | Mapping[str, str] | Launcher:
         """What a pool for this job takes as ``workers``."""
-        return RayWorkers(**self.ray.model_dump()) if self.pipeline.workers == "ray" else self.pipeline.workers
+        return self.ray.launcher(self.name) if self.pipeline.workers == "ray" else self.pipeline.workers
 
     @property
     def path(self) -> Path:

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any
 
 from asyncpipe.errors import LauncherError
@@ -40,7 +41,9 @@ class _Ray:
 
     def __init__(self) -> None:
         self._groups: list[Any] = []
+        self._prefix = ""
         self._actors: dict[int, Any] = {}
+        self._numbers = count()
 
     def handle(self, command: tuple[str, dict[str, Any]]) -> Awaitable[Any]:
         name, arguments = command
@@ -50,11 +53,9 @@ class _Ray:
         if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
             for actor in self._actors.values():
                 ray.kill(actor)
-            for group in self._groups:
-                ray.util.remove_placement_group(group)
-            ray.shutdown()
+            ray.shutdown()  # Ray removes the groups of a driver that has ended.
 
-    async def _open(self, address: str, options: dict[str, Any]) -> dict[str, Any]:
+    async def _open(self, name: str, address: str, options: dict[str, Any]) -> dict[str, Any]:
         """Connect to a cluster, or start one; what its machines are."""
         host, _, port = address.rpartition(":")
         if port.isdecimal() and "/" not in host:
@@ -63,6 +64,8 @@ class _Ray:
         import ray
 
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        # Ray's number of this driver: names must not be those of another run that may still end.
+        self._prefix = f"asyncpipe/{name}/{ray.get_runtime_context().get_job_id()}"
         nodes = [
             {
                 "name": node.get("NodeName") or node["NodeManagerAddress"],
@@ -79,7 +82,7 @@ class _Ray:
         import ray
         from ray.util.placement_group import placement_group
 
-        group = placement_group(bundles, strategy=strategy)
+        group = placement_group(bundles, strategy=strategy, name=f"{self._prefix}/group {next(self._numbers)}")
         if not await asyncio.to_thread(group.wait, seconds):
             ray.util.remove_placement_group(group)
             asked = {name for bundle in bundles for name in bundle}
@@ -87,12 +90,33 @@ class _Ray:
                 {name: amount for name, amount in sorted(found.items()) if name in asked}
                 for found in (ray.available_resources(), ray.cluster_resources())
             )
-            count = len([node for node in ray.nodes() if node["Alive"]])
-            raise RuntimeError(f"{count} machines, with {all_there} in all, and {free} free")
+            machines = len([node for node in ray.nodes() if node["Alive"]])
+            raise RuntimeError(f"it has {machines} machines, with {all_there} in all, and {free} free")
         self._groups.append(group)
         return len(self._groups) - 1
 
-    async def _start(self, number: int, group: int, bundle: int, needs: dict[str, float], **run: Any) -> Any:
+    async def _find(self, group: str, seconds: float) -> list[dict[str, float]]:
+        """What the bundles of somebody else's placement group have, the machine's own resource included.
+
+        It is the first, and only, group of this driver.
+        """
+        import ray
+        from ray.util.placement_group import PlacementGroup, placement_group_table
+
+        there = {key: each["name"] for key, each in placement_group_table().items() if each["state"] != "REMOVED"}
+        found = [key for key, name in there.items() if group in (key, name)]
+        if len(found) != 1:
+            names = ", ".join(sorted(name or key for key, name in there.items())) or "none"
+            raise LookupError(f"the cluster has {len(found)} groups of this name or id; there are: {names}")
+        self._groups = [PlacementGroup(ray.PlacementGroupID(bytes.fromhex(found[0])))]
+        if not await asyncio.to_thread(self._groups[0].wait, seconds):
+            raise TimeoutError(f"it was not ready within {seconds:g} s")
+        table = placement_group_table(self._groups[0])
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        nodes = table["bundles_to_node_id"]
+        return [{**table["bundles"][each], f"node:{addresses[nodes[each]]}": 1.0} for each in sorted(nodes)]
+
+    async def _start(self, number: int, name: str, group: int, bundle: int, needs: dict[str, float], **run: Any) -> Any:
         """Run agent ``number`` in a bundle; how it ended."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -102,6 +126,7 @@ class _Ray:
         needs = dict(needs)
         strategy = PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=bundle)
         options = {
+            "name": f"{self._prefix}/{name}/{number}",
             "num_cpus": needs.pop("CPU", 0),
             "num_gpus": needs.pop("GPU", 0),
             "resources": needs,

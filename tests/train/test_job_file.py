@@ -107,10 +107,13 @@ def test_tables_that_are_there_are_read(write):
 
 def test_workers_of_ray_are_made_with_the_options_of_their_table(write):
     overlap = ("learning_rate = 1\n", "learning_rate = 1\noverlap = true\n[faults]\nstep_retries = 0\n")
-    table = '[ray]\naddress = "10.0.0.1:6379"\nplacement = "device"\ncpus = 0.5\n\n[observe]\n'
+    table = (
+        '[ray]\naddress = "10.0.0.1:6379"\nplacement = "device"\ncpus = 0.5\nplacement_group = "mine"\n\n[observe]\n'
+    )
     workers = ('schedule = "gpipe"', 'schedule = "gpipe"\nworkers = "ray"')
     job = load_job(write(overlap, workers, ("[observe]\n", table)))
     assert (job.ray.address, job.ray.placement, job.ray.cpus, job.ray.hosts) == ("10.0.0.1:6379", "device", 0.5, None)
+    assert job.ray.placement_group == "mine"
     assert isinstance(job.pool_workers(), RayWorkers)
     assert job.override("pipeline", workers="torchrun").pool_workers() == "torchrun"
     with pytest.raises(JobFileError, match=r"ray\.placement: must be \"host\" or \"device\""):

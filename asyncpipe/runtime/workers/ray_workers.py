@@ -11,15 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import os
+import secrets
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from asyncpipe.core.checks import check_choice, check_positive
-from asyncpipe.errors import LauncherError, OptionError, WorkerLostError, missing_package
+from asyncpipe.errors import (
+    LauncherError,
+    OptionError,
+    PipelineClosedError,
+    WorkerLostError,
+    WorkerStartError,
+    missing_package,
+)
+from asyncpipe.runtime.portal import PortalCall, whole
+from asyncpipe.runtime.waits import drive
 from asyncpipe.runtime.workers.agents import AgentProcess, Agents, FarProcess, Seat, by_host, shared_out
 from asyncpipe.runtime.workers.child_process import PROGRAM
 from asyncpipe.runtime.workers.connection import WorkerConnection
@@ -47,6 +60,8 @@ QUIET = {
 LONGEST_FOLDER = 40
 """Letters. Ray makes paths of Unix sockets of it, which may have 107."""
 
+_logger = logging.getLogger(__name__)
+
 
 class RayWorkers:
     """Workers on a Ray cluster: ``DevicePool(workers=RayWorkers(address="10.0.0.5:6379"))``. For one pool.
@@ -61,10 +76,14 @@ class RayWorkers:
     takes ``cpus`` of the cluster, and a GPU if its device is one: it sees the GPU that Ray gave it, whatever the number
     in the device's name. ``resources`` are added to each bundle, by Ray's names.
 
+    ``placement_group`` is one that is there (its name, its id, or Ray's object): nothing is reserved then. Workers take
+    bundles of it as they are, and it stays when they end.
+
     ``interface`` is where workers connect to this machine (``"eth0"``, an address or a network of it); needed where the
     cluster has others.
     ``environment`` is added to that of workers. ``seconds`` is how long to wait for room, and for an agent that was
-    lost to be there again. ``options`` go to ``ray.init``: ``{"runtime_env": {...}}``, for instance.
+    lost to be there again. ``options`` go to ``ray.init``: ``{"runtime_env": {...}}``, for instance. Ray lists what is
+    started and reserved here as ``asyncpipe/NAME/…``; ``name`` is by default that of this program.
     """
 
     def __init__(
@@ -75,10 +94,12 @@ class RayWorkers:
         hosts: int | None = None,
         cpus: float = 1.0,
         resources: Mapping[str, float] | None = None,
+        placement_group: Any = None,
         interface: str | None = None,
         environment: Mapping[str, str] | None = None,
         seconds: float = 60.0,
         options: Mapping[str, Any] | None = None,
+        name: str | None = None,
     ) -> None:
         check_choice("placement", placement, ("host", "device"))
         if hosts is not None:
@@ -87,6 +108,8 @@ class RayWorkers:
             raise OptionError("RayWorkers takes an address that is not empty, cpus >= 0 and seconds > 0")
         if placement == "device" and hosts is not None:
             raise OptionError("placement='device' lets Ray choose the hosts; leave hosts out, or use 'host'")
+        if placement_group is not None and address == "local":
+            raise OptionError("a placement_group is one of a cluster that runs: give RayWorkers its address")
         self._address = address
         self._placement = placement
         self._hosts = hosts
@@ -95,6 +118,12 @@ class RayWorkers:
         self._interface = interface
         self._seconds = seconds
         self._options = dict(options or {})
+        self._name = name or Path(sys.argv[0]).stem or "python"
+        self._given = placement_group if isinstance(placement_group, str | None) else placement_group.id.hex()
+        self._unused: dict[int, Mapping[str, float]] | None = None
+        """Of the placement group that was given: what its bundles have that nobody has been placed in."""
+        self._reserved: list[Mapping[str, Mapping[str, float]]] = []
+        """What a driver of Ray's has reserved, or the one in its place has to reserve again: bundles by name."""
         self._actors = _Actors()
         self._agents = Agents(self._actors, environment, seconds)
         self._nodes: list[dict[str, str]] = []
@@ -102,12 +131,16 @@ class RayWorkers:
         self._turn = asyncio.Lock()
 
     async def prepare(self, workers: Sequence[PlannedWorker]) -> tuple[str, int] | None:
-        """Reserve bundles for those that have none, all at once."""
+        """Reserve bundles for those that have none, all at once. In the place of a lost driver of Ray's starts another.
+
+        What the lost one had reserved is reserved again, so agents start again where they were.
+        """
         async with self._turn:
-            if self._actors.ray is None:
-                self._actors.ray = await self._open()
+            ray = self._actors.ray
+            if ray is None or ray.lost:
+                ray = self._actors.ray = await self._open(ray)
             if new := [worker for worker in workers if worker.name not in self._agents.seats]:
-                await self._reserve(self._actors.ray, new)
+                await self._reserve(ray, new)
         return self._actors.address
 
     async def start(self, invitation: Invitation) -> AgentProcess:
@@ -123,10 +156,14 @@ class RayWorkers:
         if self._folder is not None:
             self._folder.remove()
 
-    async def _open(self) -> RayDriver:
+    async def _open(self, before: RayDriver | None) -> RayDriver:
+        """A driver that is connected, and has reserved what the one ``before`` it had."""
         if importlib.util.find_spec("ray") is None:
             raise missing_package("workers='ray' needs Ray", "ray")
-        options = dict(self._options)
+        if before is not None:
+            await before.close()
+        wrong = "Ray cannot start" if self._address == "local" else f"Ray cannot be reached at {self._address!r}"
+        options, environment = dict(self._options), dict(QUIET)
         if self._address == "local":
             options = {
                 "num_cpus": 1,
@@ -135,24 +172,34 @@ class RayWorkers:
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": self._temporary(),
             } | options
-        ray = RayDriver()
+            # Otherwise Ray writes one into the user's home, and every cluster that starts there later asks for it.
+            environment["RAY_AUTH_TOKEN"] = secrets.token_hex()
+        ray = RayDriver(self._name, environment)
         try:
-            found = await ray.ask("open", address=self._address, options=options)
+            found = await ray.ask("open", name=self._name, address=self._address, options=options)
             self._nodes = found["nodes"]
+            if self._given is not None:
+                wrong = f"Ray's placement group {self._given!r} cannot be used"
+                bundles = await ray.ask("find", group=self._given, seconds=self._seconds)
+                self._unused = dict(enumerate(bundles)) if self._unused is None else self._unused
+                self._nodes = [each for each in self._nodes if any(f"node:{each['address']}" in has for has in bundles)]
             self._actors.address = self._own_address(found["here"])
-        except (LauncherError, WorkerLostError) as error:
+            for asked in self._reserved:
+                wrong = "Ray's driver cannot be started again"
+                await self._room(ray, asked)
+        except BaseException as error:
             await ray.close()
-            where = "start" if self._address == "local" else f"be reached at {self._address!r}"
-            raise LauncherError(f"Ray cannot {where}: {error}") from None
-        except BaseException:
-            await ray.close()
+            if isinstance(error, LauncherError):
+                raise LauncherError(f"{wrong}: {error}") from None
             raise
+        if before is not None:
+            _logger.warning("the %s; it was started again, and its agents start with it", before.lost)
         return ray
 
     def _temporary(self) -> str:
         if len(tempfile.gettempdir()) > LONGEST_FOLDER:
             return "/tmp/ray"  # noqa: S108 - where Ray puts its files by itself
-        self._folder = HeldFolder("asyncpipe-ray-")
+        self._folder = self._folder or HeldFolder("asyncpipe-ray-")
         return self._folder.path
 
     def _own_address(self, here: str) -> tuple[str, int] | None:
@@ -168,26 +215,51 @@ class RayWorkers:
 
     async def _reserve(self, ray: RayDriver, workers: Sequence[PlannedWorker]) -> None:
         groups = self._groups(workers)
-        bundles = [self._needs(members) for members in groups.values()]
+        needs = {name: self._needs(members) for name, members in groups.items()}
         pinned = self._pinned([name for name in groups if self._placement == "host"])
-        asked = [{**bundle, **pinned.get(name, {})} for name, bundle in zip(groups, bundles, strict=True)]
-        strategy = "STRICT_SPREAD" if self._placement == "host" else "PACK"
-        try:
-            number = await ray.ask("reserve", bundles=asked, strategy=strategy, seconds=self._seconds)
-        except LauncherError as error:
-            each = "of its own machine " * (self._placement == "host")
-            listed = "; ".join(f"{name}: {bundle}" for name, bundle in zip(groups, asked, strict=True))
-            raise LauncherError(
-                f"the cluster has had no room for {len(asked)} bundles {each}within {self._seconds:g} s ({listed}): "
-                f"it has {error}"
-            ) from None
-        for index, (name, members) in enumerate(groups.items()):
-            agent = f"agent {number} of {name}"
-            self._actors.places[agent] = _BundleOfAgent(number, index, bundles[index])
+        asked = {name: {**bundle, **pinned.get(name, {})} for name, bundle in needs.items()}
+        number, bundles = 0, self._taken(asked)
+        if self._given is None:
+            number = await self._room(ray, asked)
+            self._reserved.append(asked)
+        for (name, members), bundle in zip(groups.items(), bundles, strict=True):
+            agent = f"agent {len(self._actors.places)} of {name}"
+            self._actors.places[agent] = _BundleOfAgent(number, bundle, needs[name])
             gpus = [(worker.name, each) for worker in members for each in worker.accelerators]
             for worker in members:
                 own = tuple([place for place, (owner, _) in enumerate(gpus) if owner == worker.name])
                 self._agents.seats[worker.name] = Seat(agent, own)
+
+    async def _room(self, ray: RayDriver, asked: Mapping[str, Mapping[str, float]]) -> int:
+        """Reserve these bundles; the number of their group."""
+        bundles = [dict(bundle) for bundle in asked.values()]
+        strategy = "STRICT_SPREAD" if self._placement == "host" else "PACK"
+        try:
+            return int(await ray.ask("reserve", bundles=bundles, strategy=strategy, seconds=self._seconds))
+        except LauncherError as error:
+            each = "of its own machine " * (self._placement == "host")
+            listed = "; ".join(f"{name}: {bundle}" for name, bundle in asked.items())
+            raise LauncherError(
+                f"the cluster has had no room for {len(asked)} bundles {each}within {self._seconds:g} s ({listed}): "
+                f"{error}"
+            ) from None
+
+    def _taken(self, asked: Mapping[str, Mapping[str, float]]) -> list[int]:
+        """The numbers of the bundles that these get: each the smallest that is enough, of a group that was given."""
+        if self._unused is None:
+            return list(range(len(asked)))
+        unused, taken = dict(self._unused), []
+        for name, needs in asked.items():
+            enough = [number for number, has in unused.items() if all(has.get(key, 0.0) >= needs[key] for key in needs)]
+            if not enough:
+                raise LauncherError(
+                    f"Ray's placement group {self._given!r} has no bundle left for {name}, which needs {needs}; unused "
+                    f"are {list(unused.values())}"
+                )
+            taken.append(min(enough, key=lambda number: sum(unused[number].values())))
+            del unused[taken[-1]]
+        self._unused = unused
+        return taken
 
     def _groups(self, workers: Sequence[PlannedWorker]) -> dict[str, list[PlannedWorker]]:
         """The workers of each bundle, by host or by worker."""
@@ -256,16 +328,36 @@ class _Actors:
 class RayDriver:
     """The process that Ray's driver is in: a worker of a group of its own (``asyncpipe/worker/ray_driver.py``)."""
 
-    def __init__(self) -> None:
-        self._group = WorkerGroup(ProcessLauncher(QUIET), DRIVER, limits=WorkerLimits(stop=END_SECONDS))
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        self._group = WorkerGroup(ProcessLauncher(environment), DRIVER, limits=WorkerLimits(stop=END_SECONDS))
+        self._loop = asyncio.get_running_loop()
+        self._name = f"Ray driver of {name}"
         self._worker: WorkerConnection | None = None
 
+    @property
+    def lost(self) -> str | None:
+        """Which it is, and what became of it, if it is lost."""
+        if self._worker is None or self._worker.lost is None:
+            return None
+        return f"{self._name} (process {self._worker.pid}) {self._worker.lost.how}"
+
     async def ask(self, do: str, **arguments: Any) -> Any:
-        """The answer to a command. Raises ``LauncherError`` where Ray fails, and ``WorkerLostError``."""
-        if self._worker is None:
-            await self._group.__aenter__()
-            (self._worker,) = await self._group.start("ray")
-        return await self._worker.ask((do, arguments))
+        """The answer to a command. Raises ``LauncherError`` where Ray fails, or where this process is lost.
+
+        On any loop: agents are workers of another group, which has one of its own.
+        """
+        call = PortalCall(self._loop, self._ask(do, arguments))
+        call.start()
+        return await drive(whole(call))
+
+    async def _ask(self, do: str, arguments: dict[str, Any]) -> Any:
+        try:
+            if self._worker is None:
+                await self._group.__aenter__()
+                (self._worker,) = await self._group.start(self._name)
+            return await self._worker.ask((do, arguments))
+        except (WorkerLostError, WorkerStartError) as error:
+            raise LauncherError(str(error)) from None
 
     async def close(self) -> None:
         """Have it end what it has started; a process that does not end is killed."""
@@ -288,6 +380,7 @@ class _ActorProcess(FarProcess):
             ended = await self._ray.ask(
                 "start",
                 number=self._number,
+                name=invitation.name,
                 group=place.group,
                 bundle=place.bundle,
                 needs=dict(place.needs),
@@ -296,7 +389,7 @@ class _ActorProcess(FarProcess):
                 environment={name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
             )
             self.end(*ended)
-        except (LauncherError, WorkerLostError) as error:  # Ray has lost it, or could not start it.
+        except LauncherError as error:  # Ray has lost it, or could not start it.
             self.end(None, str(error))
 
     def _tell(self, stacks: bool) -> None:
@@ -304,5 +397,5 @@ class _ActorProcess(FarProcess):
             self._under_way.add(self._loop.create_task(self._kill()))
 
     async def _kill(self) -> None:
-        with suppress(LauncherError, WorkerLostError):
+        with suppress(LauncherError, PipelineClosedError):
             await self._ray.ask("kill", number=self._number)

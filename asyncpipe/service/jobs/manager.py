@@ -24,7 +24,6 @@ from typing import Any
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.deadlines import end_overdue
@@ -75,7 +74,7 @@ class Manager:
         self.logs = JobLogs(store, settings.folder / "jobs", self._log_failed)
         self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._is_suspect)
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
-        launcher = RayWorkers(**settings.ray.model_dump()) if settings.workers == "ray" else settings.workers
+        launcher = settings.ray.launcher("service") if settings.workers == "ray" else settings.workers
         self.pool = DevicePool(workers=launcher, worker_path=folders, **settings.hangs)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self.ended = EndedJobs(self.jobs, self.logs.folder, settings.max_queued)

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from worker_helpers import SECONDS, Recorded, is_alive, is_there, until
@@ -30,6 +31,8 @@ class Cluster:
             {"name": "big", "hostname": "second", "address": "10.0.0.1"},
         ]
         self.opened, self.reserved, self.started = [], [], []
+        self.bundles, self.environment = [], {}
+        self.lost = None
         self.closed = 0
         self.threads = []
 
@@ -39,6 +42,9 @@ class Cluster:
                 raise LauncherError("ConnectionError: no answer")
             self.opened.append(arguments)
             return {"nodes": self.nodes, "here": self.here}
+        if do == "find":
+            self.opened.append(arguments)
+            return self.bundles
         if do == "start":
             run = {name: arguments.pop(name) for name in ("line", "program", "environment")}
             self.started.append(arguments)
@@ -73,12 +79,24 @@ def parent_of(pid):
 
 
 @pytest.fixture
-def cluster(monkeypatch):
-    made = Cluster()
-    monkeypatch.setattr(ray_workers, "RayDriver", lambda: made)
+def drivers(monkeypatch):
+    """Those that are made one after the other."""
+    drivers = [Cluster() for _ in range(3)]
+    left = list(drivers)
+
+    def make(name, environment):
+        left[0].environment = environment
+        return left.pop(0)
+
+    monkeypatch.setattr(ray_workers, "RayDriver", make)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,7")
-    return made
+    return drivers
+
+
+@pytest.fixture
+def cluster(drivers):
+    return drivers[0]
 
 
 async def test_agents_start_workers_in_their_bundles_and_say_how_they_end(cluster, capfd, monkeypatch):
@@ -93,6 +111,7 @@ async def test_agents_start_workers_in_their_bundles_and_say_how_they_end(cluste
         bundles = [{"asyncpipe": 2, "GPU": 2, "disk": 1}, {"asyncpipe": 1, "disk": 1}]
         assert [(each["bundles"], each["strategy"]) for each in cluster.reserved] == [(bundles, "STRICT_SPREAD")]
         assert sorted((each["bundle"], each["needs"]) for each in cluster.started) == [*enumerate(bundles)]
+        assert {each["name"] for each in cluster.started} == {"agent 0 of here", "agent 1 of there"}
         facts = [(await worker.ask(("facts",)))["environment"] for worker in (a, b, c)]
         assert [each["CUDA_VISIBLE_DEVICES"] for each in facts] == ["5", "", "3"]
         assert all((each["MINE"], each["OMP_NUM_THREADS"]) == ("too", "3") for each in facts)
@@ -145,9 +164,15 @@ async def test_agents_start_workers_in_their_bundles_and_say_how_they_end(cluste
         ),
         ({"placement": "device"}, [("a/cpu:0",)], "with placement='device' Ray chooses it"),
         ({"address": "nowhere"}, [("cpu:0",)], "Ray cannot be reached at 'nowhere': ConnectionError: no answer"),
+        (
+            {"address": "auto", "placement_group": "mine"},
+            [("a/cpu:0",), ("b/cpu:0",)],
+            r"Ray's placement group 'mine' has no bundle left for b, which needs {'CPU': 1.0}; unused are \[{'GPU'",
+        ),
     ],
 )
 async def test_what_cannot_be_placed_says_so(cluster, arguments, devices, message):
+    cluster.bundles = [{"CPU": 1.0, "node:10.0.0.1": 1.0}, {"GPU": 4.0, "node:10.0.0.1": 1.0}]
     launcher = RayWorkers(**arguments)
     with pytest.raises((OptionError, LauncherError), match=message):
         await launcher.prepare([PlannedWorker(f"w{number}", each) for number, each in enumerate(devices)])
@@ -156,12 +181,57 @@ async def test_what_cannot_be_placed_says_so(cluster, arguments, devices, messag
     assert not cluster.started
 
 
-async def test_other_machines_must_be_told_where_to_connect(cluster):
-    cluster.nodes[1]["address"] = "10.0.0.2"
+def planned(**devices):
+    return [PlannedWorker(name, (device,)) for name, device in devices.items()]
+
+
+@pytest.mark.parametrize("group", ["ab12", SimpleNamespace(id=bytes.fromhex("ab12"))], ids=["name or id", "object"])
+async def test_workers_take_the_bundles_of_a_placement_group_that_is_there(cluster, group):
+    node = {"node:10.0.0.1": 1.0}
+    cluster.bundles = [{"CPU": 2.0, **node}, {"CPU": 1.0, "GPU": 1.0, **node}, {"CPU": 1.0, **node}]
+    cluster.nodes[1]["address"] = "10.0.0.2"  # It has no part of the group, so nobody there connects to this machine.
+    launcher = RayWorkers("auto", placement="device", placement_group=group)
+    await launcher.prepare(planned(a="cpu:0", b="cuda:0"))
+    await launcher.prepare(planned(b="cuda:0", c="cpu:1"))
+    assert (cluster.opened[1]["group"], cluster.reserved) == ("ab12", [])
+    places = launcher._actors.places  # Agents that start there show it, too, and take seconds.
+    assert {name: (each.group, each.bundle) for name, each in places.items()} == {
+        "agent 0 of a": (0, 2),
+        "agent 1 of b": (0, 1),
+        "agent 2 of c": (0, 0),
+    }
+    await launcher.close()
+
+
+async def test_in_the_place_of_a_lost_driver_starts_another_that_reserves_the_same(drivers, caplog):
+    before, full, after = drivers
+    full.nodes = []
+    launcher = RayWorkers(name="charlm")
+    await launcher.prepare(planned(a="one/cpu:0", b="other/cpu:0"))
+    await launcher.prepare(planned(c="other/cpu:1"))
+    places = dict(launcher._actors.places)
+    before.lost = "Ray driver of charlm (process 12) was killed by SIGKILL"
+    with pytest.raises(LauncherError, match=r"cannot be started again: .* no room for 2 bundles .*one: "):
+        await launcher.prepare(planned(b="other/cpu:0"))
+    await launcher.prepare(planned(b="other/cpu:0"))
+    assert (full.reserved, after.reserved) == ([], before.reserved)
+    assert launcher._actors.places == places  # Agents start where they were.
+    (said,) = caplog.messages
+    assert said.startswith("the Ray driver of charlm (process 12) was killed by SIGKILL; it was started again")
+    assert {each.opened[0]["name"] for each in drivers} == {"charlm"}
+    assert [len(each.environment["RAY_AUTH_TOKEN"]) for each in drivers] == [64] * 3
+    await launcher.close()
+    assert all(each.closed for each in drivers)
+
+
+async def test_other_machines_must_be_told_where_to_connect(drivers):
+    for each in drivers:
+        each.nodes[1]["address"] = "10.0.0.2"
     with pytest.raises(OptionError, match=r"other machines \(10.0.0.2\).*interface.*knows it as 10.0.0.1"):
         await RayWorkers("auto").prepare([PlannedWorker("w", ("cpu:0",))])
     launcher = RayWorkers("auto", interface="127.0.0.1")
     assert await launcher.prepare([PlannedWorker("w", ("cpu:0",))]) == ("127.0.0.1", 0)
+    assert "RAY_AUTH_TOKEN" not in drivers[1].environment
     await launcher.close()
 
 
@@ -175,6 +245,7 @@ async def test_without_ray_it_says_what_to_install(monkeypatch):
         {"cpus": -1},
         {"address": ""},
         {"placement": "device", "hosts": 1},
+        {"placement_group": "mine"},
     ):
         with pytest.raises(OptionError):
             RayWorkers(**wrong)
