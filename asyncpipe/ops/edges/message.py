@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +13,9 @@ from torch import Tensor, nn
 
 from asyncpipe.errors import ArgumentTypeError
 from asyncpipe.ops.device.memory_layout import ALIGNMENT, fills_its_memory
+from asyncpipe.ops.model.descriptions import decode, encode
 
 __all__ = ["EdgeHeader", "EdgeMessage", "MessageLayout", "ReceivedMessage", "TensorLayout", "layout_of"]
-
-_JSON_BYTES = struct.Struct("<I")
 
 
 class EdgeHeader(NamedTuple):
@@ -94,20 +91,13 @@ class MessageLayout:
         return offsets
 
     def encode(self) -> bytes:
-        tensors = [
-            tensor and (str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.stride)
-            for tensor in self.tensors
-        ]
-        text = json.dumps(tensors).encode()
-        return b"".join((_JSON_BYTES.pack(len(text)), text, self.meta))
+        return encode((self.meta, [each and tuple(each) for each in self.tensors]))
 
     @classmethod
     def decode(cls, data: bytes) -> MessageLayout:
-        """The layout that ``encode`` wrote. Raises ``ValueError`` if that is none, or has a type that torch lacks."""
-        (count,) = _JSON_BYTES.unpack_from(data)
-        start = _JSON_BYTES.size
-        tensors = json.loads(data[start : start + count])
-        return cls(data[start + count :], tuple(tensor and _decoded(*tensor) for tensor in tensors))
+        """The layout that ``encode`` wrote. Raises some error if that is none, or has a type that torch lacks."""
+        meta, tensors = decode(data)
+        return cls(meta, tuple([each and TensorLayout(*each) for each in tensors]))
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
@@ -129,10 +119,3 @@ def layout_of(tensor: Tensor) -> TensorLayout:
     if tensor.is_contiguous() or not fills_its_memory(tensor):
         return TensorLayout(tensor.dtype, tensor.shape, None)
     return TensorLayout(tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _decoded(name: str, shape: list[int], stride: list[int] | None) -> TensorLayout:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"the torch {torch.__version__} of this worker has no type {name!r}")
-    return TensorLayout(dtype, tuple(shape), None if stride is None else tuple(stride))

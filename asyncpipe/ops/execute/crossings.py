@@ -15,7 +15,6 @@ goes along: a stage that overwrites it is refused, as on threads (``shared_value
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -30,6 +29,7 @@ from asyncpipe.ops.device.memory_layout import ALIGNMENT, MemoryLayout, fills_it
 from asyncpipe.ops.device.streams import record
 from asyncpipe.ops.execute.shared_values import Readers
 from asyncpipe.ops.execute.step_tensors import StepTensors
+from asyncpipe.ops.model.descriptions import decode, encode
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.ties import Ties
 
@@ -38,7 +38,7 @@ __all__ = ["Crossings", "Send"]
 _COUNTED = b"counted"
 """For gradients that come with the count of their micro-batch's loss, as the last tensor."""
 _MORE = b"more"
-"""Before a pickled tuple (meta, layouts, readers), where there is more to tell than the meta."""
+"""Before the description of (meta, layouts, readers), where there is more to tell than the meta."""
 
 Send = Callable[[Departure, bytes, Sequence[Tensor | None], torch.Event | None], None]
 """Sends what belongs to a departure, once the event has happened. Must not block."""
@@ -117,8 +117,7 @@ class Crossings:
         assert waiting.source is not None
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if meta.startswith(_MORE):
-            # From another worker of this pipeline.
-            meta, layouts, readers = pickle.loads(meta[len(_MORE) :])  # noqa: S301
+            meta, layouts, readers = decode(meta[len(_MORE) :])
             tensors = [_laid_out(tensor, each) for tensor, each in zip(tensors, layouts, strict=True)]
             _await_host(tensors)
             if readers is not None:
@@ -170,7 +169,7 @@ def _packed(
         layout.packed(tensor) if layout is not None and tensor is not None else tensor
         for tensor, layout in zip(tensors, layouts, strict=True)
     ]
-    return _MORE + pickle.dumps((meta, layouts, readers)), packed
+    return _MORE + encode((meta, layouts, readers)), packed
 
 
 def _layout(tensor: Tensor | None) -> MemoryLayout | None:

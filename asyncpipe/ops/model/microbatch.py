@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import UserDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.errors import ArgumentTypeError, BatchError, StageError
+from asyncpipe.ops.model.descriptions import decode, encode
 from asyncpipe.ops.model.nested import Structure, flatten, places, rebuild
 
 __all__ = [
@@ -140,29 +140,22 @@ class Packet:
         """All but the tensors, for another process. Raises ``StageError`` if a value cannot be sent."""
         if self._structure is None and self.count:
             return _ONE_TENSOR[self.wants_gradient[0]]
-        try:
-            return pickle.dumps((self._structure, self._rest, self.wants_gradient))
-        except Exception as error:
-            raise StageError(
-                f"a stage sends a value that cannot go to another process ({type(error).__name__}: {error}); send "
-                "tensors, numbers and strings, or put both stages on one worker"
-            ) from error
+        return encode((self._structure, self._rest, self.wants_gradient))
 
     @classmethod
     def from_shell(cls, shell: bytes, tensors: list[Tensor]) -> Packet:
-        """The packet whose ``shell`` this is, with these tensors. Unpickles, so it must come from a trusted process."""
+        """The packet whose ``shell`` this is, with these tensors. Raises some error if it is none."""
         packet = cls.__new__(cls)
-        packet.restore(shell, tensors)
+        if shell in _ONE_TENSOR:
+            packet._structure, packet._rest, packet.wants_gradient = None, _LONE, [shell == _ONE_TENSOR[True]]
+        else:
+            packet._structure, packet._rest, packet.wants_gradient = decode(shell)
+        packet.tensors = tensors
+        packet.count = len(tensors)
         return packet
 
-    def restore(self, shell: bytes, tensors: list[Tensor]) -> None:
-        """Become the packet whose ``shell`` this is, as ``from_shell``."""
-        self._structure, self._rest, self.wants_gradient = pickle.loads(shell)  # noqa: S301
-        self.tensors = tensors
-        self.count = len(tensors)
 
-
-_ONE_TENSOR = [pickle.dumps((None, [None], [wants])) for wants in (False, True)]
+_ONE_TENSOR = (b"0", b"1")
 """The shells of a single tensor, without and with a gradient."""
 
 

@@ -8,6 +8,7 @@ stage without their gradients, and would not be cut into micro-batches.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -21,13 +22,16 @@ from torch import Tensor, nn
 from asyncpipe.errors import AsyncpipeError, StageError
 from asyncpipe.ops.torch_internals import SUPPORTED_NODES
 
-__all__ = ["Structure", "flatten", "leaves_of", "places", "rebuild", "tensors_of"]
+__all__ = ["Structure", "flatten", "leaves_of", "places", "rebuild", "structure_of", "tensors_of"]
+
+
+_Make = Callable[[type, Any, list[Any]], Any]
 
 
 class Structure(NamedTuple):
     """A container: how it is made from the values inside. A leaf has none (``None``)."""
 
-    make: Callable[[type, Any, list[Any]], Any]
+    make: _Make
     kind: type
     context: Any
     inside: tuple[Structure | None, ...]
@@ -55,6 +59,21 @@ def flatten(
 def rebuild(structure: Structure | None, leaves: Iterable[Any]) -> Any:
     """The value of this structure with these leaves. A dataclass is made without its ``__init__``."""
     return _rebuild(structure, iter(leaves))
+
+
+def structure_of(module: str, name: str, context: Any = None, *inside: Structure | None) -> Structure:
+    """The structure of the class called ``name`` in a ``module`` that is imported; nothing is imported or called.
+
+    Raises ``StageError`` if there is no such class, or if its values are no containers.
+    """
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    make = _maker(found) if isinstance(found, type) else None
+    if make is None:
+        how = "define it in a module that the stage imports that receives it"
+        raise StageError(f"a stage sends a value of {module}.{name}, no container that another worker knows; {how}")
+    return Structure(make, found, context, inside)
 
 
 def leaves_of(value: Any, *, wraps: tuple[type, ...] = ()) -> list[Any]:
@@ -95,24 +114,32 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure | None:
     if kind in _SIMPLE:
         leaves.append(value)
         return None
-    make: Callable[[type, Any, list[Any]], Any] = _make_sequence
+    if (make := _maker(kind)) is None:
+        leaves.append(value)
+        return None
     context: Any = None
     inside: Iterable[Any] = value
-    if kind is not tuple and kind is not list:
-        if kind is dict or kind is OrderedDict:
-            make, context, inside = _make_dict, list(value), value.values()
-        elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            make = _make_named_tuple
-        elif kind in SUPPORTED_NODES:
-            make = _make_registered
-            inside, context = SUPPORTED_NODES[kind].flatten_fn(value)
-        elif hasattr(kind, "__dataclass_fields__") and _is_plain_class(kind):
-            attributes = _attributes(value)
-            make, context, inside = _make_dataclass, list(attributes), attributes.values()
-        else:
-            leaves.append(value)
-            return None
+    if make is _make_dict:
+        context, inside = list(value), value.values()
+    elif make is _make_registered:
+        inside, context = SUPPORTED_NODES[kind].flatten_fn(value)
+    elif make is _make_dataclass:
+        attributes = _attributes(value)
+        context, inside = list(attributes), attributes.values()
     return Structure(make, kind, context, tuple([_flatten(each, leaves) for each in inside]))
+
+
+def _maker(kind: type) -> _Make | None:
+    """What makes a container of this class; ``None`` if its values are leaves."""
+    if kind is tuple or kind is list:
+        return _make_sequence
+    if kind is dict or kind is OrderedDict:
+        return _make_dict
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return _make_named_tuple
+    if kind in SUPPORTED_NODES:
+        return _make_registered
+    return _make_dataclass if hasattr(kind, "__dataclass_fields__") and _is_plain_class(kind) else None
 
 
 def _is_plain_class(kind: type) -> bool:
