@@ -8,10 +8,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from asyncpipe.errors import EdgeError
+from asyncpipe.secured import MAC_BYTES, Piece, Secured
 
 __all__ = ["HUNG_UP", "EdgeChannel", "ClosedByPeerError", "Memory", "StoppedError", "broken", "join_or", "memory_at"]
 
@@ -21,6 +22,8 @@ JOIN_SECONDS = 5.0
 _BUFFER_SIZE = 1 << 17
 _MOST_BUFFERS = 1024
 """That the system takes at a time."""
+_RECORD_BYTES = 1 << 18
+"""Of a larger buffer, each so many bytes have a MAC of their own, and are sent while that of the next ones is made."""
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -61,14 +64,18 @@ class EdgeChannel:
 
     ``write`` takes all it is given and sends what the system takes; the rest follows while a thread is in ``wait``. It
     is safe from any thread, and so are ``ring`` and ``stop``. Everything else is for one thread at a time. Errors are
-    ``OSError``; the end of what the peer has sent is an ``EOFError``.
+    ``OSError``; the end of what the peer has sent is an ``EOFError``. Between hosts a MAC follows each buffer, so what
+    is written as one buffer is read as one; a wrong one is a ``MacError``, and so is all that is read behind it.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, secured: Secured) -> None:
+        connected, self._macs = secured
         connected.setblocking(False)
         self._socket = connected
         self.descriptor = connected.fileno()
         """The socket's, to wait for what comes elsewhere."""
+        self.mac_bytes = 0 if self._macs is None else MAC_BYTES
+        """What is received behind each buffer."""
         self._view = memoryview(bytearray(_BUFFER_SIZE))
         self._start = self._end = 0
         self._writing = threading.Lock()
@@ -98,9 +105,13 @@ class EdgeChannel:
         with self._writing:
             if not self._open:
                 raise BrokenPipeError("the edge is closed")
-            self._owners += owners
             was_held_up = bool(self._rest)
-            self._rest += map(memoryview, buffers)
+            records = _records(buffers)
+            for piece in records if self._macs is None else self._macs.sealed(records):
+                self._rest.append(memoryview(piece))
+                if len(piece) == _RECORD_BYTES and not was_held_up:
+                    self._send()
+            self._owners += owners
             return not was_held_up and self._send()
 
     def send_descriptor(self, descriptor: int) -> None:
@@ -182,25 +193,34 @@ class EdgeChannel:
         return True
 
     def pop(self, count: int) -> memoryview:
-        """The next ``count`` bytes of what is buffered, valid until ``fill`` is called."""
+        """The next buffer, of ``count`` bytes, which is here with its MAC; valid until ``fill`` is called."""
+        found = self._take(count)
+        if self._macs is not None:
+            self._macs.check(found, self._take(MAC_BYTES))
+        return found
+
+    def _take(self, count: int) -> memoryview:
         start = self._start
         self._start += count
         return self._view[start : self._start]
 
     def peek(self, count: int) -> memoryview:
-        """As ``pop``, and they stay."""
+        """The next ``count`` bytes of what is buffered, which stay, whoever has sent them."""
         return self._view[self._start : self._start + count]
 
     def read(self, count: int, deadline: float | None = None) -> memoryview | bytes:
         """The next ``count`` bytes, which are waited for. At ``deadline``, a monotonic time: ``TimeoutError``."""
-        if count > len(self._view):
+        if count + self.mac_bytes > len(self._view):
             large = memoryview(bytearray(count))
             self.read_into(large)
             return large
+        self._await(count + self.mac_bytes, deadline)
+        return self.pop(count)
+
+    def _await(self, count: int, deadline: float | None = None) -> None:
         while self.buffered < count:
             if not self.fill():
                 self._await_more(deadline)
-        return self.pop(count)
 
     def _await_more(self, deadline: float | None) -> None:
         seconds = None if deadline is None else deadline - time.monotonic()
@@ -210,17 +230,21 @@ class EdgeChannel:
 
     def read_into(self, target: memoryview) -> None:
         """Fill ``target``, without a copy of what is not here yet."""
-        done = min(self.buffered, len(target))
-        target[:done] = self.pop(done)
-        while done < len(target):
-            try:
-                count = self._socket.recv_into(target[done:])
-            except BlockingIOError:
-                self.wait(select.POLLIN)
-                continue
-            if not count:
-                raise EOFError("the other end has closed the connection")
-            done += count
+        for record in _records([target]):
+            done = min(self.buffered, len(record))
+            record[:done] = self._take(done)
+            while done < len(record):
+                try:
+                    count = self._socket.recv_into(record[done:])
+                except BlockingIOError:
+                    self.wait(select.POLLIN)
+                    continue
+                if not count:
+                    raise EOFError("the other end has closed the connection")
+                done += count
+            if self._macs is not None:
+                self._await(MAC_BYTES)
+                self._macs.check(record, self._take(MAC_BYTES))
 
     def receive_descriptor(self, deadline: float | None = None) -> int:
         """What ``send_descriptor`` has sent; the caller's to close. As ``read``, before anything else is read."""
@@ -302,6 +326,13 @@ class EdgeChannel:
             os.close(self._button)
             self._rest.clear()
             self._owners.clear()
+
+
+def _records(buffers: Iterable[Piece]) -> Iterator[memoryview]:
+    """The pieces that have a MAC each."""
+    for buffer in buffers:
+        for start in range(0, max(len(buffer), 1), _RECORD_BYTES):
+            yield memoryview(buffer)[start : start + _RECORD_BYTES]
 
 
 def memory_at(address: int, count: int) -> memoryview:

@@ -20,6 +20,7 @@ from asyncpipe.ops.edges.nccl import Nccl
 from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.payload import Transport
 from asyncpipe.ops.edges.shared_memory import SharedMemory
+from asyncpipe.secured import Secured
 
 __all__ = ["HOST_TRANSPORTS", "TRANSPORTS", "Edges", "Pair", "connect"]
 
@@ -64,7 +65,7 @@ class Edges:
 
 def connect(
     me: int,
-    sockets: Mapping[Pair, socket.socket],
+    sockets: Mapping[Pair, Secured],
     *,
     on_message: Callable[[ReceivedMessage], None],
     on_broken: Callable[[EdgeError], None],
@@ -90,7 +91,7 @@ def connect(
     into: dict[int, EdgeIn] = {}
     with ExitStack() as undo:
         for each in sockets.values():
-            undo.callback(each.close)
+            undo.callback(each.socket.close)
         by_pair = _transports(me, sockets, transport, device or torch.device("cpu"))
         windows = {
             pair: check_positive("window", window if isinstance(window, int) else window[pair])
@@ -121,7 +122,7 @@ def connect(
 
 
 def _transports(
-    me: int, sockets: Mapping[Pair, socket.socket], transport: str | Mapping[Pair, str], device: torch.device
+    me: int, sockets: Mapping[Pair, Secured], transport: str | Mapping[Pair, str], device: torch.device
 ) -> dict[Pair, Transport]:
     """The transport of each edge; one for all that have the same name."""
     found: dict[str, Transport] = {}
@@ -131,7 +132,10 @@ def _transports(
             raise OptionError(f"worker {me} cannot have an edge from worker {pair[0]} to worker {pair[1]}")
         name = transport if isinstance(transport, str) else transport[pair]
         check_choice("transport", name, list(TRANSPORTS))
-        if name == "shared_memory" and connected.family != socket.AF_UNIX:
+        between_hosts = connected.socket.family != socket.AF_UNIX
+        if between_hosts and connected.macs is None:
+            raise OptionError(f"the edge {pair[0]} > {pair[1]} is by TCP without keys for its MACs; use one of meet")
+        if name == "shared_memory" and between_hosts:
             raise OptionError(
                 f"the edge {pair[0]} > {pair[1]} is between machines, which have no shared memory; use connection"
             )

@@ -71,6 +71,7 @@ class EdgeOut:
         self._layouts: dict[Any, tuple[int, MessageLayout]] = {}
         """By meta and layouts of tensors; the oldest goes first."""
         self._limit = 0
+        self._has_heard_bye = False
         self._messages = self._bytes = self._dropped = 0
         self._starved_at: float | None = None
         self._waited = 0.0
@@ -225,15 +226,17 @@ class EdgeOut:
         """Take what the receiver has said."""
         channel = self._channel
         while True:
-            while channel.buffered >= CREDIT_SIZE:
-                credit = Credit.decode(channel.peek(CREDIT_SIZE))
-                if credit.kind == EdgeFrameKind.BYE:
-                    raise ClosedByPeerError
-                if channel.buffered < CREDIT_SIZE + credit.slots_size:
+            while channel.buffered >= CREDIT_SIZE and not self._has_heard_bye:
+                size = CREDIT_SIZE + Credit.decode(channel.peek(CREDIT_SIZE)).slots_size
+                if channel.buffered < size + channel.mac_bytes:
                     break
-                channel.pop(CREDIT_SIZE)
-                self._payload.returned(credit.decode_slots(channel.pop(credit.slots_size)))
+                data = channel.pop(size)
+                credit = Credit.decode(data)
+                self._has_heard_bye = credit.kind == EdgeFrameKind.BYE
+                self._payload.returned(credit.decode_slots(data[CREDIT_SIZE:]))
                 self._limit = max(self._limit, credit.limit)
+            if self._has_heard_bye:
+                raise ClosedByPeerError
             if not channel.fill():
                 return
 
@@ -294,7 +297,7 @@ class EdgeOut:
                 self._hear()
         except ClosedByPeerError:
             return True
-        except (OSError, EOFError):
+        except (OSError, EOFError, ValueError):
             pass
         return False
 

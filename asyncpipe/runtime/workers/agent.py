@@ -36,6 +36,7 @@ class StartChild:
     """Controller: start a worker. The answer is the number of its process."""
 
     invitation: Invitation
+    """Hidden."""
     handed_down: HandedDown
     environment: Mapping[str, str] = field(repr=False)
     """Added to the agent's own."""
@@ -107,7 +108,7 @@ class _Agent:
         if most >= len(numbers):
             raise LauncherError(f"{_VISIBLE}={visible!r} on this host shows no accelerator {most}")
         own = {_VISIBLE: ",".join(numbers[each] for each in start.accelerators)}
-        child = await self._launcher(start).start(start.invitation, own)
+        child = await self._launcher(start).start(start.invitation.hidden(self._control.invitation_key), own)
         self._children[start.invitation.token] = child
         watching = asyncio.create_task(self._watch(start.invitation.token, child))
         self._watching.add(watching)

@@ -128,8 +128,9 @@ class Agents:
         process = AgentProcess(invitation.token, connection)
         # Before the answer: it may end at once.
         self._children.of[invitation.token] = process
+        hidden = invitation.hidden(self._group.invitation_key)
         start = StartChild(
-            invitation, HandedDown.of_this_process(invitation.path), passed_on | self._environment, accelerators
+            hidden, HandedDown.of_this_process(invitation.path), passed_on | self._environment, accelerators
         )
         try:
             await connection.ask(start)

@@ -10,7 +10,8 @@ well, but then there would be two losses of a connection, and no order of messag
       PIECE    bytes of its next part, at most FRAME_BYTES      it is complete when all its parts are
 
 The parts of a message are the pickle and the buffers outside it. A piece is read into its place in the message: the
-sender copies nothing, and the receiver once.
+sender copies nothing, and the receiver once. Between hosts a MAC follows what has a fixed size, and another one the
+rest of a frame (``asyncpipe/secured.py``): so a message is complete, and is unpickled, only if all its MACs were right.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from asyncpipe.runtime.workers.packed import EMPTY, SMALLEST_OUT_OF_BAND, Packed
+from asyncpipe.secured import MAC_BYTES, Piece, Secured
 
 __all__ = ["Channel", "Receiver", "Role"]
 
@@ -71,15 +73,16 @@ class Receiver(Protocol):
     def received(self, role: Role, number: int, packed: Packed) -> None:
         """A message is complete."""
 
-    def closed(self) -> None:
-        """The other side is gone, or has sent what is no message. Called once; not after ``close``."""
+    def closed(self, error: Exception) -> None:
+        """The other side is gone (``OSError``), or has sent what is no message. Called once; not after ``close``."""
 
 
 class Channel:
     """A connection between two processes that know each other. Send from any thread; ``loop``'s thread receives."""
 
-    def __init__(self, connected: socket.socket, loop: asyncio.AbstractEventLoop, receiver: Receiver) -> None:
-        """Made on the thread of ``loop``, which must have ``add_reader``. Owns the socket."""
+    def __init__(self, secured: Secured, loop: asyncio.AbstractEventLoop, receiver: Receiver) -> None:
+        """Made on the thread of ``loop``, which must have ``add_reader``. Owns the connection."""
+        connected, self._macs = secured
         connected.setblocking(False)
         if connected.family == socket.AF_UNIX:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM)
@@ -93,9 +96,9 @@ class Channel:
         self._lock = threading.Lock()
         """Guards what follows."""
         self._is_open = True
-        self._frames: tuple[deque[Iterator[list[memoryview]]], ...] = (deque(), deque())
+        self._frames: tuple[deque[Iterator[list[Piece]]], ...] = (deque(), deque())
         """The frames of the messages to be sent: urgent ones, others."""
-        self._under_way: list[memoryview] = []
+        self._under_way: list[Piece] = []
         """What is left of a frame that was sent in part."""
         self._waits = False
         """Whether the loop's thread has been told to send what there is to send."""
@@ -177,7 +180,7 @@ class Channel:
         for frames in self._frames:
             while frames:
                 if (frame := next(frames[0], None)) is not None:
-                    self._under_way = frame
+                    self._under_way = frame if self._macs is None else list(self._macs.sealed(frame))
                     return True
                 frames.popleft()
         return False
@@ -197,9 +200,9 @@ class Channel:
                         return False
             except (BlockingIOError, InterruptedError):
                 return False
-            except (OSError, ValueError, struct.error):
+            except (OSError, ValueError, struct.error) as error:
                 self.close()
-                self._receiver.closed()
+                self._receiver.closed(error)
                 return False
         return True
 
@@ -208,23 +211,30 @@ class Channel:
         header = bytearray(_FRAME.size)
         arriving: dict[int, _Arriving] = {}
         while True:
-            yield memoryview(header)
+            yield from self._arrives(memoryview(header))
             kind, stream, size = _FRAME.unpack(header)
             if kind == _FrameKind.BEGIN:
                 if stream in arriving:
                     raise ValueError("a message begins inside another one")
                 begin = bytearray(size)
-                yield memoryview(begin)
+                yield from self._arrives(memoryview(begin))
                 message = arriving[stream] = _Arriving(begin)
             elif kind == _FrameKind.PIECE and stream in arriving:
                 message = arriving[stream]
-                yield message.place_of(size)
+                yield from self._arrives(message.place_of(size))
             else:
                 raise ValueError(f"no frame begins with {header!r}")
             if message.is_complete():
                 del arriving[stream]
                 self._receiver.received(message.role, message.number, Packed(message.parts))
             del message  # An idle connection must not keep its last message.
+
+    def _arrives(self, piece: memoryview) -> Generator[memoryview, None, None]:
+        yield piece
+        if self._macs is not None:
+            mac = bytearray(MAC_BYTES)
+            yield memoryview(mac)
+            self._macs.check(piece, mac)
 
 
 class _Arriving:
@@ -261,16 +271,17 @@ def _memory(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-def _frames(stream: int, role: Role, number: int, parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The frames of a message, as many at a time as have ``FRAME_BYTES`` together."""
+def _frames(stream: int, role: Role, number: int, parts: Sequence[memoryview]) -> Iterator[list[Piece]]:
+    """The frames of a message, as many at a time as have ``FRAME_BYTES`` together: of each its header and the rest."""
     sizes = b"".join(_SIZE.pack(part.nbytes) for part in parts)
-    begin = _FRAME.pack(_FrameKind.BEGIN, stream, _BEGIN.size + len(sizes)) + _BEGIN.pack(role, number) + sizes
-    together, size = [memoryview(begin)], 0
+    begin = _BEGIN.pack(role, number) + sizes
+    together: list[Piece] = [_FRAME.pack(_FrameKind.BEGIN, stream, len(begin)), begin]
+    size = 0
     for part in parts:
         start = 0
         while start < part.nbytes:
             piece = part[start : start + FRAME_BYTES - size]
-            together += memoryview(_FRAME.pack(_FrameKind.PIECE, stream, piece.nbytes)), piece
+            together += _FRAME.pack(_FrameKind.PIECE, stream, piece.nbytes), piece
             start += piece.nbytes
             size += piece.nbytes
             if size == FRAME_BYTES:
@@ -280,9 +291,9 @@ def _frames(stream: int, role: Role, number: int, parts: Sequence[memoryview]) -
         yield together
 
 
-def _without(parts: Sequence[memoryview], sent: int) -> Iterator[memoryview]:
+def _without(parts: Sequence[Piece], sent: int) -> Iterator[Piece]:
     """What is left of ``parts`` when the first ``sent`` bytes are gone."""
     for part in parts:
-        if sent < part.nbytes:
-            yield part[sent:]
-        sent = max(0, sent - part.nbytes)
+        if sent < len(part):
+            yield memoryview(part)[sent:]
+        sent = max(0, sent - len(part))

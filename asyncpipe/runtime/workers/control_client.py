@@ -58,6 +58,8 @@ class ControlClient:
         """Where the controller puts mini-batches, if it can."""
         self.edge_secret = secret_for(invitation.secret, "edges")
         """What all workers of the controller know, and nobody else: they show it to each other."""
+        self.invitation_key = secret_for(invitation.secret, "invitations")
+        """As that of ``WorkerGroup``."""
         self._answers_query: Callable[[Any], object] = lambda question: None
         self._main = main
         self._process = Process()
@@ -71,8 +73,8 @@ class ControlClient:
     async def _connect(self, invitation: Invitation) -> tuple[Channel, WorkerPlace]:
         async with asyncio.timeout(CONNECT_SECONDS):
             connected = await connect(invitation.address)
-            await introduce(connected, invitation.secret, invitation.token)
-        return Channel(connected, asyncio.get_running_loop(), self), WorkerPlace.of_this_process(connected)
+            secured = await introduce(connected, invitation.secret, invitation.token)
+        return Channel(secured, asyncio.get_running_loop(), self), WorkerPlace.of_this_process(connected)
 
     def send(self, message: object, *, urgent: bool = False) -> None:
         """Send ``message``, or what ``pack`` made of it, to the controller. From any thread; never blocks.
@@ -186,7 +188,7 @@ class ControlClient:
         else:
             self._channel.send(Role.ANSWER, number, answer, urgent=True)
 
-    def closed(self) -> None:
+    def closed(self, error: Exception) -> None:
         """The controller is gone: nothing that this process does is of use any more."""
         end_without_controller()
 

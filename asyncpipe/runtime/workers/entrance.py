@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncpipe.runtime.workers.handshake import let_in
 from asyncpipe.runtime.workers.tcp import prepare
+from asyncpipe.secured import Secured
 
 __all__ = ["Entrance"]
 
@@ -27,7 +28,7 @@ class Entrance:
         self,
         listening: Sequence[socket.socket],
         secret: bytes,
-        welcome: Callable[[socket.socket, bytes], Awaitable[None]],
+        welcome: Callable[[Secured, bytes], Awaitable[None]],
         name: str,
     ) -> None:
         """``listening`` are non-blocking sockets, which stay the caller's.
@@ -75,7 +76,7 @@ class Entrance:
     async def _let_in(self, stranger: socket.socket) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                await self._welcome(stranger, await let_in(stranger, self._secret))
+                await self._welcome(*await let_in(stranger, self._secret))
         except (OSError, ValueError) as error:
             stranger.close()
             if stranger.family != socket.AF_UNIX:  # Which only this user reaches.

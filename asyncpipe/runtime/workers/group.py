@@ -14,6 +14,7 @@ from asyncpipe.runtime.portal import Portal, wait_uncancelled
 from asyncpipe.runtime.process import Process
 from asyncpipe.runtime.thread_calls import wait_to_end
 from asyncpipe.runtime.workers.connection import WorkerConnection
+from asyncpipe.runtime.workers.handshake import secret_for
 from asyncpipe.runtime.workers.launcher import Launcher, PlannedWorker
 from asyncpipe.runtime.workers.listener import ControlListener
 from asyncpipe.runtime.workers.supervisor import Supervisor, WorkerLimits
@@ -65,6 +66,8 @@ class WorkerGroup:
         self._lost = lost
         self._limits = WorkerLimits() if limits is None else limits
         self._secret = secrets.token_bytes(SECRET_BYTES)
+        self.invitation_key = secret_for(self._secret, "invitations")
+        """What hides an invitation on its way to a worker, which knows it too (``Invitation.hidden``)."""
         self._listener = ControlListener(self._secret, address)
         self._process = Process()
         self._portal: Portal | None = None

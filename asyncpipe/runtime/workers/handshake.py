@@ -12,7 +12,8 @@ so do the processes that torchrun has started (``torchrun.py``).
 
 All sizes are fixed, and nothing is unpickled. The names in the digests keep one side's answer from being played back to
 it. ``multiprocessing.connection`` has a handshake as well; it blocks, so it needs a thread for each one that connects,
-and it is HMAC-MD5 in Python 3.11. The token says which start the worker belongs to.
+and it is HMAC-MD5 in Python 3.11. The token says which start the worker belongs to. By TCP, the keys of all that
+follows (``asyncpipe/secured.py``) come from the secret and both challenges.
 
 All functions use non-blocking sockets on the running loop. The caller sets a deadline.
 """
@@ -25,15 +26,18 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
+
+from asyncpipe.secured import MAC_BYTES, Macs, Secured
 
 __all__ = ["TOKEN_BYTES", "RefusedError", "introduce", "let_in", "receive_values", "secret_for", "send_values"]
 
-GREETING: Final = b"asyncpipe workers 1\n"
+GREETING: Final = b"asyncpipe workers 2\n"
 CHALLENGE_BYTES: Final = 32
 TOKEN_BYTES: Final = 16
 _DIGEST_BYTES: Final = 32
+_SIDES: Final = (b"from controller", b"from worker")
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES: Final = 1 << 20
 """Of ``send_values``. An invitation has the controller's ``sys.path``."""
@@ -43,8 +47,8 @@ class RefusedError(ConnectionError):
     """The other side does not know the secret, or is no asyncpipe."""
 
 
-async def let_in(connected: socket.socket, secret: bytes) -> bytes:
-    """The controller's side: the token of the worker at the other end.
+async def let_in(connected: socket.socket, secret: bytes) -> tuple[Secured, bytes]:
+    """The controller's side: the connection, and the token of the worker at its other end.
 
     Raises ``RefusedError``, or another ``OSError`` where the connection breaks.
     """
@@ -55,10 +59,10 @@ async def let_in(connected: socket.socket, secret: bytes) -> bytes:
     if not hmac.compare_digest(answer[-_DIGEST_BYTES:], _digest(secret, b"worker", challenge, others, token)):
         raise RefusedError("it does not know the secret")
     await _send(connected, _digest(secret, b"controller", challenge, others, token))
-    return token
+    return _secured(connected, secret, _SIDES, challenge, others, token), token
 
 
-async def introduce(connected: socket.socket, secret: bytes, token: bytes) -> None:
+async def introduce(connected: socket.socket, secret: bytes, token: bytes) -> Secured:
     """The worker's side: show that this is the worker of ``token``, and check the controller. Raises as ``let_in``."""
     greeting = await _receive(connected, len(GREETING))
     if greeting != GREETING:
@@ -68,6 +72,7 @@ async def introduce(connected: socket.socket, secret: bytes, token: bytes) -> No
     answer = await _receive(connected, _DIGEST_BYTES)
     if not hmac.compare_digest(answer, _digest(secret, b"controller", challenge, own, token)):
         raise RefusedError("the controller does not know the secret")
+    return _secured(connected, secret, _SIDES[::-1], challenge, own, token)
 
 
 def secret_for(secret: bytes, purpose: str) -> bytes:
@@ -75,21 +80,28 @@ def secret_for(secret: bytes, purpose: str) -> bytes:
     return _digest(secret, b"secret", purpose.encode())
 
 
-async def send_values(connected: socket.socket, values: Mapping[str, Any]) -> None:
+async def send_values(connected: Secured, values: Mapping[str, Any]) -> None:
     """Send a table of JSON's types to who has shown that it knows the secret."""
     data = json.dumps(values).encode()
-    await _send(connected, _LENGTH.pack(len(data)) + data)
+    pieces = [_LENGTH.pack(len(data)), data]
+    await _send(connected.socket, b"".join(pieces if connected.macs is None else connected.macs.sealed(pieces)))
 
 
-async def receive_values(connected: socket.socket) -> dict[str, Any]:
+async def receive_values(connected: Secured) -> dict[str, Any]:
     """What ``send_values`` has sent, and not a byte more. Raises ``ValueError`` if it is nothing of the kind."""
-    (length,) = _LENGTH.unpack(await _receive(connected, _LENGTH.size))
+    (length,) = _LENGTH.unpack(await _receive_piece(connected, _LENGTH.size))
     if length > _MOST_BYTES:
         raise ValueError(f"a greeting of {length} bytes")
-    values = json.loads(await _receive(connected, length))
+    values = json.loads((await _receive_piece(connected, length)).decode())
     if not isinstance(values, dict):
         raise ValueError("a greeting that is no table")
     return values
+
+
+def _secured(connected: socket.socket, secret: bytes, sides: Iterable[bytes], *shown: bytes) -> Secured:
+    """``sides`` are this one and the other one, ``shown`` is what both have shown."""
+    keys = [_digest(secret, side, *shown) for side in sides]
+    return Secured(connected, None if connected.family == socket.AF_UNIX else Macs(*keys))
 
 
 def _digest(secret: bytes, *parts: bytes) -> bytes:
@@ -98,6 +110,14 @@ def _digest(secret: bytes, *parts: bytes) -> bytes:
 
 async def _send(connected: socket.socket, data: bytes) -> None:
     await asyncio.get_running_loop().sock_sendall(connected, data)
+
+
+async def _receive_piece(connected: Secured, size: int) -> bytes:
+    if connected.macs is None:
+        return await _receive(connected.socket, size)
+    received = await _receive(connected.socket, size + MAC_BYTES)
+    connected.macs.check(received[:size], received[size:])
+    return received[:size]
 
 
 async def _receive(connected: socket.socket, size: int) -> bytes:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.handed_down import HandedDown
+from asyncpipe.runtime.workers.handshake import secret_for
 from asyncpipe.shared_memory import SharedPool
 
 __all__ = ["Address", "Invitation", "Launcher", "PlannedWorker", "WatchedProcess", "WorkerExit", "WorkerProcess"]
@@ -73,6 +74,11 @@ class Invitation:
     def line_for(self, handed_down: HandedDown, **values: object) -> bytes:
         """The line for a worker that takes over ``handed_down``, with more ``values`` for ``become_worker``."""
         return handed_down.line(invitation=self.to_json(), **values)
+
+    def hidden(self, key: bytes) -> Invitation:
+        """With a secret that tells nothing to who reads the network; the same ``key``, again, gives the true one."""
+        pad = secret_for(key, f"invitation {self.token.hex()}")  # No other invitation has the token.
+        return replace(self, secret=bytes(a ^ b for a, b in zip(self.secret, pad, strict=True)))
 
     def to_json(self) -> dict[str, Any]:
         """The invitation in the types of JSON. Holds the secret."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -15,6 +14,7 @@ from asyncpipe.runtime.workers.handshake import TOKEN_BYTES
 from asyncpipe.runtime.workers.held_folder import HeldFolder
 from asyncpipe.runtime.workers.launcher import Address
 from asyncpipe.runtime.workers.place import LOOPBACK
+from asyncpipe.secured import Secured
 
 __all__ = ["ControlListener"]
 
@@ -30,14 +30,14 @@ class ControlListener:
         self._secret = secret
         self.address = address
         """May be set: what listens already goes on where it is."""
-        self._expected: dict[bytes, Callable[[socket.socket], None]] = {}
+        self._expected: dict[bytes, Callable[[Secured], None]] = {}
         self._door: Door | None = None
         self._entrance: Entrance | None = None
         self._process = Process()
 
     @contextmanager
-    def expecting(self, connected: Callable[[socket.socket], None]) -> Iterator[tuple[Address, bytes]]:
-        """Within the block, a worker with the token may connect at the address; ``connected`` gets its socket."""
+    def expecting(self, connected: Callable[[Secured], None]) -> Iterator[tuple[Address, bytes]]:
+        """Within the block, a worker with the token may connect at the address; ``connected`` gets its connection."""
         if self._door is None:
             self._door = self._open()
             self._entrance = Entrance(self._door.sockets, self._secret, self._welcome, "the workers' controller")
@@ -65,8 +65,8 @@ class ControlListener:
             self._door.close()
             self._entrance = self._door = None
 
-    async def _welcome(self, connected: socket.socket, token: bytes) -> None:
+    async def _welcome(self, connected: Secured, token: bytes) -> None:
         if (expects := self._expected.pop(token, None)) is None:
-            connected.close()  # It comes too late.
+            connected.socket.close()  # It comes too late.
         else:
             expects(connected)

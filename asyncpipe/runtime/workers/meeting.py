@@ -31,12 +31,13 @@ from asyncpipe.runtime.workers.entrance import Entrance
 from asyncpipe.runtime.workers.handshake import RefusedError, introduce, receive_values, send_values
 from asyncpipe.runtime.workers.launcher import Address
 from asyncpipe.runtime.workers.tcp import connect
+from asyncpipe.secured import Secured
 
 __all__ = ["Pair", "meet"]
 
 Pair = tuple[int, int]
 """The workers that an edge leads from and to."""
-VERSION = 2
+VERSION = 3
 RETRY_SECONDS = 0.01
 LOOK_SECONDS = 0.05
 """Between two looks whether the pipeline is given up."""
@@ -53,7 +54,7 @@ def meet(
     job: str,
     secret: bytes,
     timeout: float = 60.0,
-) -> dict[Pair, socket.socket]:
+) -> dict[Pair, Secured]:
     """A connection for each of ``pairs`` that worker ``me`` is in, and the peers know the ``secret``.
 
     Blocks, on a thread without a loop. ``addresses`` are those of the workers that it sends to. Closes the door. Raises
@@ -88,11 +89,11 @@ class _Meeting:
         self._timeout = timeout
         self._failures: dict[Pair, OSError] = {}
         """Of the last try by TCP."""
-        self._met: dict[Pair, socket.socket] = {}
+        self._met: dict[Pair, Secured] = {}
         self._changed = asyncio.Event()
         """Set when somebody has come, or cannot."""
 
-    async def run(self) -> dict[Pair, socket.socket]:
+    async def run(self) -> dict[Pair, Secured]:
         entrance = Entrance(self._door.sockets, self._secret, self._welcome, f"worker {self._me}")
         dials = [asyncio.create_task(self._dial(pair)) for pair in self._pairs if pair[0] == self._me]
         for dial in dials:
@@ -107,7 +108,7 @@ class _Meeting:
                 dial.cancel()
             await asyncio.gather(*dials, return_exceptions=True)
             for each in self._met.values():
-                each.close()
+                each.socket.close()
 
     async def _all_met(self, dials: Sequence[asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()
@@ -130,9 +131,9 @@ class _Meeting:
     async def _dial(self, pair: Pair) -> None:
         dialed = await self._connected(pair)
         try:
-            await introduce(dialed, self._secret, _PAIR.pack(*pair))
-            await send_values(dialed, {"version": VERSION, "job": self._job, "pair": pair})
-            answer = await receive_values(dialed)
+            met = await introduce(dialed, self._secret, _PAIR.pack(*pair))
+            await send_values(met, {"version": VERSION, "job": self._job, "pair": pair})
+            answer = await receive_values(met)
             if error := answer.get("error"):
                 raise EdgeError(f"worker {pair[1]} refuses the edge from worker {pair[0]}: {error}", [pair[1]])
         except BaseException as error:
@@ -144,7 +145,7 @@ class _Meeting:
                 how = f"worker {pair[1]} went away while edges were connected: {error}"
                 raise EdgeError(how, [pair[1]]) from error
             raise
-        self._met[pair] = dialed
+        self._met[pair] = met
 
     async def _connected(self, pair: Pair) -> socket.socket:
         """A connection to the other worker. It is tried again: that may not be there yet, or its network."""
@@ -162,7 +163,7 @@ class _Meeting:
 
     # Receivers accept
 
-    async def _welcome(self, stranger: socket.socket, token: bytes) -> None:
+    async def _welcome(self, stranger: Secured, token: bytes) -> None:
         """A worker that has dialed names its pair, and is told what is wrong, if something is."""
         greeting = await receive_values(stranger)
         pair: Pair = _PAIR.unpack(token)

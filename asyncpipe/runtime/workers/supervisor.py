@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 import struct
 import time
 from collections.abc import Callable
@@ -45,6 +44,7 @@ from asyncpipe.runtime.workers.packed import EMPTY, Packed, unpack
 from asyncpipe.runtime.workers.place import WorkerPlace, this_machine
 from asyncpipe.runtime.workers.remote_errors import with_remote_text
 from asyncpipe.runtime.workers.remote_logs import handle_remote_record
+from asyncpipe.secured import MacError, Secured
 
 __all__ = ["Supervised", "Supervisor", "WorkerLimits"]
 
@@ -115,7 +115,7 @@ class Supervisor:
         self._channel: Channel | None = None
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._closed: asyncio.Future[Exception] = self._loop.create_future()
         self._told: asyncio.Future[str] = self._loop.create_future()
         """Why the caller has killed it."""
         self._shows_stacks = False
@@ -185,7 +185,7 @@ class Supervisor:
         if not self._ready.done():
             raise _EndedEarlyError(await self._last_status())
 
-    def _connect(self, connected: socket.socket) -> None:
+    def _connect(self, connected: Secured) -> None:
         self._channel = Channel(connected, self._loop, self)
         self._connected.set_result(None)
 
@@ -223,6 +223,8 @@ class Supervisor:
 
     async def _last_status(self) -> str:
         """How the process ended, whose connection may be closed a moment before."""
+        if self._closed.done() and isinstance(error := self._closed.result(), MacError):
+            return f"has lost its connection to the controller: {error}"
         await asyncio.wait([self._ended], timeout=HANG_UP_SECONDS)
         if not self._ended.done():
             return "has closed its connection"
@@ -298,10 +300,11 @@ class Supervisor:
             case _:
                 self._post(self._callers_loop, self._supervised.deliver, content)
 
-    def closed(self) -> None:
-        """The worker has closed the connection, or the operating system has, since it ended."""
+    def closed(self, error: Exception) -> None:
+        """The worker has closed the connection, or the operating system has, since it ended; or it is not the worker
+        that speaks."""
         if not self._closed.done():
-            self._closed.set_result(None)
+            self._closed.set_result(error)
 
     def _cannot_read(self, role: Role, number: int, error: MessageError) -> None:
         if role in (Role.ANSWER, Role.FAILURE):

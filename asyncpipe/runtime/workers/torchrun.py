@@ -34,8 +34,10 @@ from asyncpipe.errors import LauncherError, OptionError
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.workers.entrance import Entrance
 from asyncpipe.runtime.workers.handshake import TOKEN_BYTES, introduce, receive_values, send_values
+from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.tcp import connect
 from asyncpipe.runtime.workers.worker_main import become_worker
+from asyncpipe.secured import Secured
 
 __all__ = ["Rendezvous", "Rank", "RankHere", "rendezvous", "serve_rank"]
 
@@ -114,7 +116,7 @@ class RankHere:
 
     rank: int
     host: str
-    connected: socket.socket
+    connected: Secured
     ended: concurrent.futures.Future[int | None] | None = None
     """Of the agent that it is, if it is one."""
     is_gone: bool = False
@@ -127,13 +129,14 @@ class Rendezvous:
         """Listens. Raises ``OptionError`` without a secret, or where the address is not this host's."""
         self.own = own
         self.address = "127.0.0.1"
-        self._secret = secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32)
+        """What all ranks know."""
         self._here: dict[int, RankHere] = {}
         self._changed = threading.Condition()
         self._file: Path | None = None
         port = 0
         if not own.is_one_host:
-            self._secret, port = own.shared_secret(), own.control_port
+            self.secret, port = own.shared_secret(), own.control_port
             self.address = str(socket.getaddrinfo(own.master_address, port, type=socket.SOCK_STREAM)[0][4][0])
         try:
             family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
@@ -146,7 +149,7 @@ class Rendezvous:
         self._listening.setblocking(False)
         if own.is_one_host:
             self._file = own.file
-            values = {"port": self._listening.getsockname()[1], "secret": self._secret.hex()}
+            values = {"port": self._listening.getsockname()[1], "secret": self.secret.hex()}
             new = self._file.with_name(f"{self._file.name}.{os.getpid()}")
             new.touch(mode=0o600)
             new.write_text(json.dumps(values))
@@ -166,7 +169,10 @@ class Rendezvous:
             return [self._here[rank] for rank in wanted]
 
     def begin(self, rank: int, line: bytes) -> concurrent.futures.Future[int | None]:
-        """Have a rank become the agent that ``line`` invites; its end. Raises ``LauncherError`` if it is gone."""
+        """Have a rank become the agent that ``line`` invites, with a hidden secret; its end.
+
+        Raises ``LauncherError`` if it is gone.
+        """
         here = self._here[rank]
         if here.is_gone:
             raise LauncherError(
@@ -180,7 +186,7 @@ class Rendezvous:
     def hang_up(self, rank: int) -> None:
         """Let a rank end."""
         with suppress(OSError):
-            self._here[rank].connected.shutdown(socket.SHUT_RDWR)
+            self._here[rank].connected.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Let all ranks end."""
@@ -193,9 +199,9 @@ class Rendezvous:
         self._listening.close()
 
     async def _open(self) -> Entrance:
-        return Entrance([self._listening], self._secret, self._welcome, "torchrun's rank 0")
+        return Entrance([self._listening], self.secret, self._welcome, "torchrun's rank 0")
 
-    async def _welcome(self, connected: socket.socket, token: bytes) -> None:
+    async def _welcome(self, connected: Secured, token: bytes) -> None:
         rank = int.from_bytes(token, "big")
         here = RankHere(rank, str((await receive_values(connected)).get("host")), connected)
         with self._changed:
@@ -205,7 +211,7 @@ class Rendezvous:
         task.add_done_callback(self._serving.discard)
 
     async def _serve(self, here: RankHere) -> None:
-        with suppress(OSError, ValueError), here.connected:
+        with suppress(OSError, ValueError), here.connected.socket:
             while await receive_values(here.connected):
                 if here.ended is not None and not here.ended.done():
                     here.ended.set_result(0)
@@ -234,20 +240,25 @@ def rendezvous(own: Rank) -> Rendezvous:
 def serve_rank() -> None:
     """What a rank other than 0 does until rank 0 has ended: agents, one after the other. Blocks."""
     own = Rank.of_this_process()
-    with asyncio.Runner() as runner, runner.run(_connected(own)) as connected:
+    with asyncio.Runner() as runner:
+        connected, secret = runner.run(_connected(own))
         os.environ.pop(SECRET_VARIABLE, None)
-        with suppress(OSError, ValueError):  # The controller has ended.
+        with connected.socket, suppress(OSError, ValueError):  # The controller has ended.
             runner.run(send_values(connected, {"host": socket.gethostname()}))
             while True:
                 values = runner.run(receive_values(connected))
                 theirs = [entry for entry in values["sys_path"] if os.path.exists(entry)]
                 sys.path[:] = [*theirs, *[entry for entry in sys.path if entry not in theirs]]
-                become_worker(values, None)
+                invitation = Invitation.from_json(values["invitation"]).hidden(secret)
+                become_worker(values | {"invitation": invitation.to_json()}, None)
                 runner.run(send_values(connected, {"has_ended": True}))
 
 
-async def _connected(own: Rank) -> socket.socket:
-    """The connection to rank 0, which may come later. Waits as long as it takes: torchrun ends this if rank 0 fails."""
+async def _connected(own: Rank) -> tuple[Secured, bytes]:
+    """The connection to rank 0, and the secret of both.
+
+    Rank 0 may come later. Waits as long as it takes: torchrun ends this if that fails.
+    """
     secret = None if own.is_one_host else own.shared_secret()
     while True:
         connected: socket.socket | None = None
@@ -260,8 +271,7 @@ async def _connected(own: Rank) -> socket.socket:
                     address = own.master_address, own.control_port
                 connected = await connect(address)
                 assert secret is not None
-                await introduce(connected, secret, own.rank.to_bytes(TOKEN_BYTES, "big"))
-                return connected
+                return await introduce(connected, secret, own.rank.to_bytes(TOKEN_BYTES, "big")), secret
         except (OSError, ValueError, KeyError):
             # It is not there yet, or the file is of a start that was killed.
             if connected is not None:

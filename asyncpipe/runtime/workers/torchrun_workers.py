@@ -96,7 +96,7 @@ class _Ranks:
 
     async def start(self, invitation: Invitation) -> FarProcess:
         rank = int(invitation.name.split()[1])
-        ended = asyncio.wrap_future(self._rendezvous.begin(rank, invitation.line()))
+        ended = asyncio.wrap_future(self._rendezvous.begin(rank, invitation.hidden(self._rendezvous.secret).line()))
         process = FarProcess(lambda stacks: None if stacks else self._rendezvous.hang_up(rank))
         ended.add_done_callback(lambda ended: process.end(ended.result(), ""))
         return process

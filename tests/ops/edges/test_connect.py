@@ -15,6 +15,7 @@ from thread_helpers import Threads, run_all
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.connect import TRANSPORTS, Edges, connect
 from asyncpipe.runtime.workers.handshake import introduce, let_in
+from asyncpipe.secured import Macs, Secured
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_a_worker_of_another_job(place: str) -> None:
         lambda: raised(lambda: begin(0, [(0, 1)], place, job="another", timeout=5)),
         lambda: raised(lambda: begin(1, [(0, 1)], place, timeout=0.5)),
     )
-    assert str(other) == "worker 1 refuses the edge from worker 0: worker 1 is of job 'job' and version 2"
+    assert str(other) == "worker 1 refuses the edge from worker 0: worker 1 is of job 'job' and version 3"
     assert this.peers == (0,)
 
 
@@ -146,14 +147,17 @@ def test_wrong_arguments(pair: tuple[int, int], options: dict[str, Any], says: s
     with nothing_left():
         inbox, sockets = Inbox(), socket.socketpair()
         with pytest.raises(OptionError, match=says):
-            connect(0, {pair: sockets[0]}, on_message=inbox.on_message, on_broken=inbox.on_broken, **options)
+            connect(0, {pair: Secured(sockets[0])}, on_message=inbox.on_message, on_broken=inbox.on_broken, **options)
         sockets[1].close()
 
 
-def test_no_shared_memory_between_machines() -> None:
+@pytest.mark.parametrize(
+    ("macs", "says"), [(Macs(b"", b""), "use connection"), (None, "by TCP without keys for its MACs")]
+)
+def test_what_edges_between_machines_cannot_be(macs: Macs | None, says: str) -> None:
     inbox = Inbox()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
-        with pytest.raises(OptionError, match="use connection"):
-            connect(0, {(0, 1): here}, on_message=inbox.on_message, on_broken=inbox.on_broken)
+        with pytest.raises(OptionError, match=says):
+            connect(0, {(0, 1): Secured(here, macs)}, on_message=inbox.on_message, on_broken=inbox.on_broken)
     assert here.fileno() == -1

@@ -23,6 +23,7 @@ from asyncpipe.runtime.workers import entrance, tcp
 from asyncpipe.runtime.workers.door import Door
 from asyncpipe.runtime.workers.launcher import Address
 from asyncpipe.runtime.workers.meeting import meet
+from asyncpipe.secured import Secured
 
 HERE = "127.0.0.1"
 PAIR = (0, 1)
@@ -41,7 +42,7 @@ def remote(door: Door) -> dict[int, Address]:
     return {1: door.remote}
 
 
-def begin(me: int, door: Door, addresses: dict[int, Address], **options: Any) -> dict[tuple[int, int], socket.socket]:
+def begin(me: int, door: Door, addresses: dict[int, Address], **options: Any) -> dict[tuple[int, int], Secured]:
     options = {"job": "job", "secret": SECRET, "timeout": SECONDS} | options
     return meet(me, [PAIR], door, addresses, **options)
 
@@ -59,7 +60,7 @@ def test_two_machines_meet_by_tcp(host: str) -> None:
     doors = [Door(0), Door(1, host=host)]
     there = remote(doors[1])
     found = run_all(lambda: begin(0, doors[0], there), lambda: begin(1, doors[1], {}))
-    sender, receiver = (each[PAIR] for each in found)
+    sender, receiver = (each[PAIR].socket for each in found)
     for each in (sender, receiver):
         each.setblocking(True)
         assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -90,7 +91,7 @@ def test_what_does_not_know_the_secret_is_told_nothing() -> None:
     with socket.create_server((HERE, 0)) as listener:
         sender = Threads(lambda: raised(lambda: begin(0, Door(0), {1: listener.getsockname()})))
         with listener.accept()[0] as connected:
-            connected.sendall(b"asyncpipe workers 1\n" + bytes(32))
+            connected.sendall(b"asyncpipe workers 2\n" + bytes(32))
             assert len(connected.recv(1000)) == 16 + 32 + 32
             connected.sendall(bytes(32))
             assert connected.recv(1000) == b""
@@ -107,7 +108,7 @@ def test_strangers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPa
     receiver = Threads(lambda: begin(1, door, {}))
     strangers = [socket.create_connection(there[1]) for _ in range(8)]  # type: ignore[arg-type]
     found = [begin(0, Door(0), there), *receiver.join()]
-    for each in (*strangers, *(each[PAIR] for each in found)):
+    for each in (*strangers, *(each[PAIR].socket for each in found)):
         each.close()
 
 
@@ -122,7 +123,7 @@ def test_a_stranger_that_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPat
             pass
     monkeypatch.undo()
     for each in (begin(0, Door(0), there), *receiver.join()):
-        each[PAIR].close()
+        each[PAIR].socket.close()
 
 
 def test_who_cannot_be_reached_is_named_with_the_reason() -> None:

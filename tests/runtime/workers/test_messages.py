@@ -25,6 +25,7 @@ from asyncpipe.errors import MessageError, RemoteError, TaskError
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.workers.channel import FRAME_BYTES, Channel, Role
 from asyncpipe.runtime.workers.packed import SMALLEST_OUT_OF_BAND, Packed, pack
+from asyncpipe.secured import Secured
 
 ROOT = Path(__file__).parents[3]
 LARGE = 64 << 20
@@ -119,12 +120,12 @@ def piped() -> tuple[Portal, list[Channel], list[list[tuple[Role, int, Packed]]]
         def received(self, role: Role, number: int, packed: Packed) -> None:
             received[self.index].append((role, number, packed))
 
-        def closed(self) -> None:
+        def closed(self, error: Exception) -> None:
             closed.set()
 
     async def make() -> list[Channel]:
         loop = asyncio.get_running_loop()
-        return [Channel(end, loop, Box(index)) for index, end in enumerate(socket.socketpair())]
+        return [Channel(Secured(end), loop, Box(index)) for index, end in enumerate(socket.socketpair())]
 
     portal = Portal()
     return portal, portal.call(make()), received, closed

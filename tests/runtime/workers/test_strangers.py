@@ -16,6 +16,7 @@ from worker_helpers import SECONDS, Recorded, folders, until
 from asyncpipe.runtime.workers import entrance
 from asyncpipe.runtime.workers.handshake import RefusedError, introduce
 from asyncpipe.runtime.workers.listener import ControlListener
+from asyncpipe.secured import Secured
 
 SECRET = b"s" * 32
 WRONG = b"w" * 32
@@ -92,7 +93,7 @@ def comes_too_late(address: tuple[str, int], token: bytes) -> None:
     ],
 )
 async def test_a_stranger_is_refused_and_the_worker_is_let_in(stranger):
-    taken: list[socket.socket] = []
+    taken: list[Secured] = []
     listener = ControlListener(SECRET, ("127.0.0.1", 0))
     with listener.expecting(taken.append) as (address, token):
         assert not isinstance(address, str)
@@ -109,7 +110,7 @@ async def test_a_stranger_is_refused_and_the_worker_is_let_in(stranger):
         [error] = await asyncio.get_running_loop().run_in_executor(None, visit.join)
         assert error is None
         await until("the worker is let in", lambda: taken)
-        taken[0].close()
+        taken[0].socket.close()
     with pytest.raises(ConnectionRefusedError):
         tcp(address)
 
@@ -134,7 +135,7 @@ async def test_a_controller_that_does_not_know_the_secret_is_refused_by_the_work
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        theirs.sendall(b"asyncpipe workers 1\n" + bytes(32) + bytes(32))
+        theirs.sendall(b"asyncpipe workers 2\n" + bytes(32) + bytes(32))
         with pytest.raises(RefusedError, match="does not know the secret"):
             await introduce(ours, SECRET, bytes(16))
     ours, theirs = socket.socketpair()
