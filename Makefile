@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api clean
+.PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -47,7 +47,7 @@ CASES ?= 2000
 SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak differential modules faults crashes hosts hangs equal kill-service kill-store kill-run clients shapes package api architectures padding
+campaigns: soak differential modules faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api architectures padding
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns soak --minutes $(MINUTES)
@@ -78,6 +78,9 @@ crashes: .venv/installed
 
 hangs: .venv/installed
 	$(BIN)/python -m tests.campaigns hangs --cases $(or $(HANGS),200) --seed $(SEED)
+
+frames: .venv/installed
+	$(BIN)/python -m tests.campaigns frames --cases $(CASES) --seed $(SEED)
 
 kill-service: .venv/installed
 	ASYNCPIPE_KILLS=$(or $(KILLS),50) $(CAMPAIGN) -m long tests/service/test_service_killed.py

@@ -15,6 +15,7 @@ MODULES = {
     "crashes": "crashes.campaign",
     "differential": "differential.campaign",
     "faults": "faults.campaign",
+    "frames": "frames.campaign",
     "hangs": "hangs.campaign",
     "hosts": "hosts.campaign",
     "modules": "modules.campaign",
