@@ -12,8 +12,8 @@ __all__ = ["CAMPAIGN"]
 
 TOGETHER = 20
 """Cases of one process: what the first of them imports serves all. A case alone takes ten times as long."""
-SECONDS = 300.0
-"""For all of a process."""
+SECONDS = 1200.0
+"""For all of a process, beside other programs as well."""
 
 
 def _judged(seeds: Sequence[int]) -> Iterator[Verdict]:
