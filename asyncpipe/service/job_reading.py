@@ -38,7 +38,8 @@ class JobReading(ABC):
 
     async def get(self, job: str) -> JobRecord:
         """The job of this id. Raises ``UnknownJobError``."""
-        return await self.manager.jobs.store.get(job)
+        jobs = self.manager.jobs
+        return jobs.as_asked(await jobs.store.get(job))
 
     async def resolve(self, text: str) -> str:
         """The id of the job that ``text`` means: its id, the unique beginning of it, or its name if no other has it.

@@ -310,4 +310,6 @@ class TrainingService(JobReading):
             return ServiceStatus(False, False, failure, running, queued)
         if manager.shutdown is not None:
             return ServiceStatus(False, True, f"takes no more jobs: {manager.shutdown}", running, queued)
+        if (trouble := manager.jobs.store.trouble) is not None:
+            return ServiceStatus(False, True, f"takes no jobs: its store {trouble.what}", running, queued)
         return ServiceStatus(True, True, "; ".join(filter(None, ["takes jobs", self._lost])), running, queued)

@@ -9,21 +9,27 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sqlite3
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 import torch
-from manager_helpers import ENTRY, make_settings, submission
+from manager_helpers import ENTRY, make_settings, submission, until
 from torch import Generator, Tensor, nn
 
-from asyncpipe.service.job_states import JobState
+from asyncpipe.service.job_states import JobState, JobStateError
+from asyncpipe.service.store import database, database_thread
+from asyncpipe.service.store.database import open_beside
 from asyncpipe.service.store.job_records import JobEvent
-from asyncpipe.service.store.job_store import StoreError, StoreProblem
+from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
 from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.submission import check_submission
 from asyncpipe.service.training_service import TrainingService
 from asyncpipe.train.snapshots import writer
 from asyncpipe.train.snapshots.format import read_snapshot
@@ -139,12 +145,14 @@ async def test_training_goes_on_while_the_disk_is_full(disk):
         step = (await first(events, lambda event: event.kind == "step")).data["step"]
         await first(events, lambda event: event.kind == "step" and event.data["step"] > step + 20)
         await first(events, failed)
-        assert opened.status().ready
         assert await opened.get(record.id) is not None, "it can be read"
         ballast.load()  # What the snapshot has given back that was begun before the disk was full.
         with pytest.raises(StoreError) as refused:
             await opened.submit(job(3, parameters={"comments": LARGE}))
         assert refused.value.problem is StoreProblem.FULL
+        status = opened.status()
+        assert (status.ready, status.live) == (False, True)
+        assert status.reason.startswith("takes no jobs: its store has no room on its disk")
         assert len(await opened.list()) == 1, "nothing is there of what was refused"
         ballast.drop()
         found = await first(events, is_snapshot)
@@ -177,7 +185,7 @@ async def test_a_job_that_ends_while_the_disk_is_full_goes_back_when_there_is_ro
         Gate.opened.set()
         await first(events, failed)
         with pytest.raises(StoreError):
-            await opened.cancel(record.id)
+            await opened.amend(record.id, tags=["x"])
         assert (await opened.get(record.id)).state is JobState.RUNNING
         ballast.drop()
         states = [event.data["to"] async for event in events if event.kind == "state"]
@@ -185,6 +193,113 @@ async def test_a_job_that_ends_while_the_disk_is_full_goes_back_when_there_is_ro
         assert (await opened.get(record.id)).state is JobState.FINISHED
         assert [row.step for row in await opened.losses(record.id)] == [1, 2]
     assert check_snapshots(disk / "jobs" / record.id / "snapshots") == [2]
+
+
+class FullStore:
+    """Refuses what the store would write, as SQLite does on a full disk: for users who cannot mount one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        disk = self
+
+        class Connection(database.OwnConnection):
+            def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
+                disk.check(sql)
+                return super().execute(sql, *arguments)
+
+            def executemany(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
+                disk.check(sql)
+                return super().executemany(sql, *arguments)
+
+        def temporary_file(**options: Any) -> Any:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return TemporaryFile(**options)
+
+        monkeypatch.setattr(database, "OwnConnection", Connection)
+        monkeypatch.setattr(database_thread, "TemporaryFile", temporary_file)
+
+    def check(self, sql: str) -> None:
+        if self.is_full and sql.startswith(("INSERT", "UPDATE", "DELETE", "PRAGMA locking_mode = NORMAL")):
+            error = sqlite3.OperationalError("no room")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE if "PRAGMA" in sql else sqlite3.SQLITE_FULL
+            raise error
+
+    def load(self) -> None:
+        self.is_full = True
+
+    def drop(self) -> None:
+        self.is_full = False
+
+
+@pytest.fixture(params=["a full disk", "as on one"])
+def full(request: pytest.FixtureRequest) -> tuple[Path, Ballast | FullStore]:
+    """The folder of a service, and what takes all room."""
+    if request.param == "a full disk":
+        folder = request.getfixturevalue("disk")
+        return folder, Ballast(folder)
+    return request.getfixturevalue("tmp_path") / "service", FullStore(request.getfixturevalue("monkeypatch"))
+
+
+async def fill(service: TrainingService, ballast: Ballast | FullStore) -> None:
+    """Return when the service has found that there is no room, not even where files have some of their own."""
+    ballast.load()
+    while service.status().ready:
+        with suppress(StoreError):
+            await service.submit(job(3, parameters={"comments": LARGE}))
+        ballast.load()
+
+
+async def test_pause_and_cancel_work_while_the_store_has_no_room_and_are_saved_when_it_has(full):
+    folder, ballast = full
+    Gate.opened.clear()
+    async with service(folder) as opened:
+        gated = job(2, parameters={"gated": True})
+        running = [(await opened.submit(gated))[0].id for _ in range(2)]
+        queued = [(await opened.submit(gated))[0].id for _ in range(3)]
+        await until(lambda: opened.status().running == 2)
+        await fill(opened, ballast)
+        for jobs in (running, queued):
+            assert (await opened.pause(jobs[0])).asked is JobState.PAUSED
+            assert (await opened.cancel(jobs[1])).asked is JobState.CANCELLED
+            assert [(await opened.get(each)).asked for each in jobs[:2]] == ["paused", "cancelled"]
+        with pytest.raises(JobStateError):
+            await opened.pause(running[1])
+        await opened.pause(queued[2])
+        assert (await opened.resume(queued[2])).asked is None
+        assert not opened.status().ready
+        Gate.opened.set()
+        ballast.drop()
+        await until(lambda: opened.status().ready)
+        for jobs in (running, queued):
+            for each, state in zip(jobs, ("paused", "cancelled"), strict=False):
+                while (await opened.get(each)).state != state:
+                    pass
+        assert [event.data["to"] async for event in opened.follow(queued[2]) if event.kind == "state"][-1] == "finished"
+
+
+async def test_a_service_starts_on_a_full_disk_shows_its_jobs_and_goes_on_when_there_is_room(full):
+    folder, ballast = full
+    document = check_submission(job(2), make_settings(folder), Entries({ENTRY: wide}))
+    async with JobStore(folder / "jobs.sqlite3") as store:
+        record, _ = await store.add(document)  # And then the service was killed.
+        await store.transition(record.id, JobState.RUNNING, "it is its turn")
+    ballast.load()
+    async with service(folder) as opened:
+        status = opened.status()
+        assert (status.ready, status.live) == (False, True)
+        assert status.reason.startswith("takes no jobs: its store has no room on its disk")
+        assert [each.id for each in await opened.list()] == [record.id]
+        assert [each.to_state for each in await opened.history(record.id)][-1] is JobState.RUNNING
+        with pytest.raises(StoreError) as refused:
+            await opened.submit(job(3, parameters={"comments": LARGE}))
+        assert refused.value.problem is StoreProblem.FULL
+        ballast.drop()
+        await until(lambda: opened.status().ready)
+        states = [event.data["to"] async for event in opened.follow(record.id) if event.kind == "state"]
+        assert states == ["queued", "running", "queued", "running", "finished"]
+        with open_beside(folder / "jobs.sqlite3") as others:
+            assert others.execute("SELECT count(*) FROM jobs").fetchone() == (1,)
 
 
 async def test_snapshots_that_find_no_room_are_notes_and_the_next_one_is_taken(tmp_path, monkeypatch):

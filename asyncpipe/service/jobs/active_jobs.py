@@ -14,24 +14,28 @@ manager makes the transition when the run has ended::
     pause    queued ──▶ paused        running ──▶ asked: paused     ──▶ ends after its step, with a snapshot
     cancel   queued ──▶ cancelled     running ──▶ asked: cancelled  ──▶ ends between two tasks
     resume   paused ──▶ queued        running, asked: paused ──▶ asked: nothing, runs again when it has ended
+
+While the store cannot be written, as on a full disk, pause and cancel are kept in memory (``unsaved``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
-from asyncpipe.service.jobs.job_lines import log_change, log_recovered
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError, check_asking
+from asyncpipe.service.jobs.job_lines import log_change, log_note, log_recovered
 from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_queue import JobQueue
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import MOST_FAILED, ServiceMetrics
-from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError
+from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import check_new_schedule
 
 __all__ = ["ActiveJobs"]
@@ -42,8 +46,8 @@ PAGE = 1000
 class ActiveJobs:
     """The queued and the running jobs. Belongs to the service's loop.
 
-    When a request of a client returns, its effect is on disk. It raises ``UnknownJobError``; ``JobStateError`` if the
-    job's state does not allow it; ``StoreError``, and it changed nothing then.
+    When a request of a client returns, its effect is on disk, or in ``unsaved``. It raises ``UnknownJobError``;
+    ``JobStateError`` if the job's state does not allow it; ``StoreError``, and it changed nothing then.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class ActiveJobs:
         """From the transition to ``running`` to the next one."""
         self.changed = asyncio.Event()
         """Set when a queued job might be able to start, or a deadline might be the next one."""
+        self.unsaved: dict[str, tuple[JobState, str]] = {}
+        """What jobs are to become, and why, that the store could not record; a kill forgets it."""
         self._logs = logs
         self._metrics = metrics
         self._most_queued = most_queued
@@ -165,11 +171,35 @@ class ActiveJobs:
 
     async def _end(self, job: str, to: JobState, cause: str, end: Callable[[JobRun], None]) -> JobRecord:
         async with self.turn(job):
-            if (run := self.running.get(job)) is not None:
+            run = self.running.get(job)
+            try:
+                if run is None:
+                    return await self.become(await self.store.get(job), to, cause)
+                check_asking(job, run.record.state, run.record.asked, to)
                 record = self._update(await self.store.ask(job, to, cause))
+            except StoreError:
+                if self.store.trouble is None:
+                    raise
+                self.unsaved[job] = to, cause
+                self.queue.discard(job)
+                record = self.as_asked(await self.store.get(job) if run is None else run.record)
+                log_note(logging.WARNING, record, f"is to become {to}; that is not saved until its store has room")
+            if run is not None:
+                run.record = record
                 end(run)
-                return record
-            return await self.become(await self.store.get(job), to, cause)
+            return record
+
+    async def save(self) -> None:
+        """Record what was asked while the store could not be written. Raises ``StoreError`` if it still cannot."""
+        for job in list(self.unsaved):
+            to, cause = self.unsaved.pop(job)
+            with suppress(JobStateError, UnknownJobError):  # It has ended meanwhile.
+                await self._end(job, to, cause, lambda run: None)
+
+    def as_asked(self, record: JobRecord) -> JobRecord:
+        """``record`` with what was asked of its job and is not saved. From any thread."""
+        to, cause = self.unsaved.get(record.id, (record.asked, record.asked_cause))
+        return replace(record, asked=to, asked_cause=cause)
 
     async def resume(self, job: str, cause: str) -> JobRecord:
         """The job, queued, or still running and no longer asked to pause. Raises ``QueueFullError``.
@@ -177,7 +207,15 @@ class ActiveJobs:
         A job that still runs is queued again when its run has ended, also if the queue is full.
         """
         async with self.turn(job):
-            if job in self.running:
+            run = self.running.get(job)
+            if job in self.unsaved and self.unsaved[job][0] is JobState.PAUSED:  # The store does not know of it.
+                del self.unsaved[job]
+                record = replace(await self.store.get(job) if run is None else run.record, asked=None, asked_cause=None)
+                if run is None:
+                    self._enqueue(record)
+                    self.changed.set()
+                return self._update(record)
+            if run is not None:
                 return self._update(await self.store.ask(job, None, cause))
             record = await self.store.get(job)
             if record.state in FINAL_STATES:  # Which is more than to resume: `retry`.

@@ -24,7 +24,7 @@ from pathlib import Path
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.job_folder import job_folders, newest_step, set_aside_after, tidy_folders
-from asyncpipe.service.store.job_store import JobStore
+from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["LostStateError", "check_before_opening", "check_state", "make_ready", "what_is_lost"]
@@ -66,7 +66,8 @@ async def check_state(store: JobStore, jobs: Path, *, refuse: bool) -> str:
     lost = await in_thread(lambda: _compare(known, jobs, refuse=refuse))
     for job, found in lost:
         _logger.error("job %s is quarantined: %s", job.id, found)
-        await store.transition(job.id, JobState.QUARANTINED, found, expect=job.state)
+        with suppress(StoreError):  # On a full disk: it is looked at again before it runs.
+            await store.transition(job.id, JobState.QUARANTINED, found, expect=job.state)
     audited, ever = await in_thread(lambda: len(set(_submitted(jobs.parent)))), await store.ever()
     if audited <= ever:
         return ""

@@ -88,6 +88,9 @@ class Manager:
         self._stack = AsyncExitStack()
         self._runs: set[asyncio.Task[None]] = set()
         self._scheduler: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None]
+        self._is_loaded = False
+        """Whether the store has said what the last process has left."""
         self._drained: asyncio.Task[None] | None = None
         self.shutdown: str | None = None
         """Why no more jobs start; ``None`` while they do. Set by ``take_no_more``, from any thread."""
@@ -103,9 +106,14 @@ class Manager:
             await stack.enter_async_context(self.pool)
             if self.processes is not None:
                 await stack.enter_async_context(self.processes)
-            attempts, resume = self.settings.max_attempts, self.settings.resume
-            await self.jobs.load(most_crashes=attempts, resume=resume)
+            try:
+                await self._load()
+            except StoreError as error:
+                if self.jobs.store.trouble is None:
+                    raise
+                _logger.error("no job goes on until the store can be written: %s", error)
             self._scheduler = asyncio.create_task(self._schedule(), name="asyncpipe job scheduler")
+            self._watch = asyncio.create_task(self._watch_store(), name="asyncpipe store watch")
             self._stack = stack.pop_all()
         return self
 
@@ -113,6 +121,8 @@ class Manager:
         try:
             await self.drain("the service was closed")
         finally:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
             self.logs.close()
             await self._stack.aclose()
 
@@ -208,9 +218,26 @@ class Manager:
             _logger.exception("the job scheduler failed; no more jobs start")
             raise
 
+    async def _load(self) -> None:
+        await self.jobs.load(most_crashes=self.settings.max_attempts, resume=self.settings.resume)
+        self._is_loaded = True
+
+    async def _watch_store(self) -> None:
+        """Try a store again and again that could not be written; when it can be, catch up on what had to wait."""
+        while True:
+            await asyncio.sleep(self._retry_seconds)
+            if self.jobs.store.trouble is None and self._is_loaded:
+                continue
+            with suppress(StoreError):
+                await self.jobs.store.probe()
+                if not self._is_loaded:
+                    await self._load()
+                await self.jobs.save()
+                self.jobs.changed.set()
+
     async def _act(self) -> bool:
         """Start the queued job that may begin now; false if there is none."""
-        if self.shutdown is not None:
+        if self.shutdown is not None or not self._is_loaded:
             return False
         for decision in self._decisions():
             if decision.action is QueueAction.BEGIN:

@@ -23,7 +23,16 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.store.schema import APPLICATION_ID, SCHEMA, VERSION
 from asyncpipe.train.snapshots.sync_folder import sync_folder
 
-__all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
+__all__ = [
+    "STORE",
+    "OwnConnection",
+    "StoreError",
+    "StoreProblem",
+    "check_store",
+    "explain",
+    "open_beside",
+    "open_database",
+]
 
 
 STORE = "jobs.sqlite3"
@@ -54,6 +63,7 @@ class StoreError(AsyncpipeError, RuntimeError):
         super().__init__(f"the job store {path} {what}; {advice}")
         self.path = path
         self.problem = problem
+        self.what = what
 
 
 _RESTORE = (
@@ -61,8 +71,10 @@ _RESTORE = (
 )
 _ONE_SERVICE = "only one process can use a store: stop the other one, or name another file"
 _LET_IN = "the user of this process needs to read and write the file and its folder"
+_FULL = (StoreProblem.FULL, "has no room on its disk", "free some space and try again")
 _WORDS: dict[int, tuple[StoreProblem, str, str]] = {
-    sqlite3.SQLITE_FULL: (StoreProblem.FULL, "has no room on its disk", "free some space and try again"),
+    sqlite3.SQLITE_FULL: _FULL,
+    sqlite3.SQLITE_IOERR_SHMSIZE: _FULL,
     sqlite3.SQLITE_BUSY: (StoreProblem.LOCKED, "is in use by another process", _ONE_SERVICE),
     sqlite3.SQLITE_LOCKED: (StoreProblem.LOCKED, "is in use by another process", _ONE_SERVICE),
     sqlite3.SQLITE_CORRUPT: (StoreProblem.DAMAGED, "is damaged", _RESTORE),
@@ -76,7 +88,7 @@ _WORDS: dict[int, tuple[StoreProblem, str, str]] = {
         "check whether the disk or this user's quota is full, or the disk is failing",
     ),
 }
-"""By SQLite's primary result code."""
+"""By SQLite's primary result code; one of the extended ones has words of its own."""
 
 
 def explain(path: Path, error: sqlite3.Error) -> StoreError:
@@ -85,17 +97,18 @@ def explain(path: Path, error: sqlite3.Error) -> StoreError:
     default = (StoreProblem.FAILED, "refused a request", "this looks like a bug in asyncpipe; please report it")
     if isinstance(error, sqlite3.DataError) and code is None:  # Raised in queries.py.
         default = (StoreProblem.DAMAGED, "holds values that it cannot have written", _RESTORE)
-    problem, what, advice = default if code is None else _WORDS.get(code & 0xFF, default)
+    problem, what, advice = default if code is None else _WORDS.get(code) or _WORDS.get(code & 0xFF, default)
     explained = StoreError(path, problem, f"{what} ({error})", advice)
     explained.__cause__ = error
     return explained
 
 
-def open_database(path: Path, busy_seconds: float) -> sqlite3.Connection:
+def open_database(path: Path, busy_seconds: float) -> OwnConnection:
     """A connection to the store at ``path``, which is created if it does not exist (0600, its folder 0700). Blocks.
 
     The connection is for the calling thread and has no implicit transactions. Waits up to ``busy_seconds`` for another
-    process to release the file. Raises ``StoreError`` where the file cannot be used; the file is unchanged then.
+    process to release the file. Raises ``StoreError`` where the file cannot be used; the file is unchanged then. On a
+    full disk a store that is there can only be read, and by nobody else; ``trouble`` of the connection says why.
     """
     try:
         _make_file(path)
@@ -106,9 +119,14 @@ def open_database(path: Path, busy_seconds: float) -> sqlite3.Connection:
     try:
         lock = _locked(path, busy_seconds)
         try:
-            connection = sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, factory=_OwnConnection)
-            connection.lock = lock
-            _prepare(connection, path)
+            try:
+                connection = _connected(path, busy_seconds, lock)
+            except sqlite3.OperationalError as error:
+                if (full := explain(path, error)).problem is not StoreProblem.FULL:
+                    raise
+                # There is no room for the file that processes share; so it is in the memory of this one.
+                connection = _connected(path, busy_seconds, lock, "EXCLUSIVE")
+                connection.trouble = full
         except BaseException:
             lock.close()
             raise
@@ -144,15 +162,29 @@ def check_store(path: Path) -> None:
         _check_intact(connection, path)
 
 
-class _OwnConnection(sqlite3.Connection):
+class OwnConnection(sqlite3.Connection):
     """The connection of the process that owns the store; gives the lock back when it is closed."""
 
     lock: sqlite3.Connection | None = None
+    trouble: StoreError | None = None
+    """Why it can only read."""
 
     def close(self) -> None:
         super().close()
         if self.lock is not None:
             self.lock.close()
+
+
+def _connected(path: Path, busy_seconds: float, lock: sqlite3.Connection, mode: str = "NORMAL") -> OwnConnection:
+    connection = sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, factory=OwnConnection)
+    try:
+        connection.execute(f"PRAGMA locking_mode = {mode}")
+        _prepare(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    connection.lock = lock
+    return connection
 
 
 def _lock_of(path: Path) -> Path:

@@ -15,23 +15,29 @@ each request is tried once more in a transaction of its own, so that one large r
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from asyncpipe.runtime.thread_calls import call_for_future, wait_to_end
-from asyncpipe.service.store.database import StoreError, StoreProblem, explain, open_database
+from asyncpipe.service.store.database import OwnConnection, StoreError, StoreProblem, explain, open_database
 
 __all__ = ["DatabaseThread"]
 
 NAME = "asyncpipe job store"
 LARGEST_GROUP = 128
 """Requests in one commit; bounds how long the first of many requests waits for the last."""
+PROBE_BYTES = 64 * 1024
+"""More than a request writes."""
+CANNOT_WRITE = (StoreProblem.FULL, StoreProblem.FORBIDDEN, StoreProblem.FAILED)
+"""Problems of all requests that write, for a while."""
 
 _T = TypeVar("_T")
 
@@ -54,10 +60,12 @@ class DatabaseThread:
     def __init__(self, path: Path, busy_seconds: float) -> None:
         self.commits = 0
         """Transactions since ``open`` that changed something."""
+        self.trouble: StoreError | None = None
+        """Why the store could not be written, until ``probe`` finds that it can be."""
         self._path = path
         self._busy_seconds = busy_seconds
         self._executor = ThreadPoolExecutor(1, NAME)
-        self._connection: sqlite3.Connection | None = None
+        self._connection: OwnConnection | None = None
         self._waiting: deque[_Request] = deque()
         self._lock = Lock()
         self._is_opening = self._is_stopped = False
@@ -94,6 +102,10 @@ class DatabaseThread:
                 self._executor.submit(self._serve)
         return await asyncio.wrap_future(future)
 
+    async def probe(self) -> None:
+        """Try whether there is room again, and end ``trouble`` then. Raises ``StoreError`` if there is none."""
+        await asyncio.wrap_future(self._executor.submit(self._probe))
+
     def stop(self) -> None:
         """Take no more requests, and let the thread end after those that wait. From any thread, also again."""
         with self._lock:
@@ -116,11 +128,28 @@ class DatabaseThread:
 
     def _open(self) -> None:
         self._connection = open_database(self._path, self._busy_seconds)
+        self.trouble = self._connection.trouble
 
     def _disconnect(self) -> None:
         if self._connection is not None:
             with suppress(sqlite3.Error):
                 self._connection.close()
+
+    def _probe(self) -> None:
+        assert self._connection is not None
+        try:
+            with TemporaryFile(dir=self._path.parent) as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            what = f"has no room on its disk ({error.strerror})"
+            raise StoreError(self._path, StoreProblem.FULL, what, "free some space") from error
+        if self._connection.trouble is None:
+            self.trouble = None
+        else:
+            self._connection.close()
+            self._open()
 
     def _serve(self) -> None:
         """Carry out the requests that wait; each gets an answer."""
@@ -152,7 +181,10 @@ class DatabaseThread:
                 with suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
             if len(group) == 1:
-                return [(None, explain(self._path, error))]
+                explained = explain(self._path, error)
+                if explained.problem in CANNOT_WRITE:
+                    self.trouble = explained
+                return [(None, explained)]
             return [reply for request in group for reply in self._write(connection, [request])]
         self.commits += connection.total_changes != before
         return replies

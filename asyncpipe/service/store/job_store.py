@@ -134,6 +134,15 @@ class JobStore:
         return self._thread.is_alive
 
     @property
+    def trouble(self) -> StoreError | None:
+        """Why nothing can be written, until ``probe`` finds that it can be; from any thread."""
+        return self._thread.trouble
+
+    async def probe(self) -> None:
+        """Try whether there is room again. Raises ``StoreError`` if there is none."""
+        await self._thread.probe()
+
+    @property
     def commits(self) -> int:
         """Transactions that changed something; requests that wait at the same time share one. From any thread."""
         return self._thread.commits
