@@ -45,7 +45,7 @@ class Deeds:
         await asyncio.sleep(0)
         return value
 
-    async def never(self) -> None:
+    async def never(self, *_: Any) -> None:
         await asyncio.Event().wait()
 
     async def cancelled(self) -> None:

@@ -14,7 +14,6 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from worker_helpers import SECONDS, Recorded, folders, is_there, until
 from asyncpipe.errors import LauncherError
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.train.lasting_run import LastingRun
+from tests.campaigns.crashes.left import child_named
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -107,8 +107,8 @@ async def test_a_job_goes_on_bit_equal_behind_a_driver_that_was_killed(monkeypat
 
     def strike(step):
         if step == 3 and not killed:
-            workers = [os.pidfd_open(pid_of(each)) for each in ("cpu:0", "cpu:1")]
-            killed.append(pid_of("Ray driver of linear"))
+            workers = [os.pidfd_open(child_named(each)) for each in ("cpu:0", "cpu:1")]
+            killed.append(child_named("Ray driver of linear"))
             os.kill(killed[0], signal.SIGKILL)
             for each in workers:  # The job has few steps left.
                 assert select.select([each], [], [], SECONDS)[0]
@@ -153,7 +153,7 @@ async def test_hosts_of_a_cluster_have_bundles_and_one_may_be_lost(caplog):
             own = reserved.removesuffix("group 0")
             assert {each.rpartition("/")[0] for each in first} == {f"{own}agent 0 of a", f"{own}agent 1 of b"}
             # The driver is lost, with all that it has started and reserved.
-            os.kill(pid_of("Ray driver of here"), signal.SIGKILL)
+            os.kill(child_named("Ray driver of here"), signal.SIGKILL)
             assert {(await recorded.loss()).worker for _ in devices} == {*devices}
             a, b = await group.start("a", "b", devices=devices)
             assert [line.partition(" (")[0] for line in caplog.messages] == ["the Ray driver of here"]
@@ -196,15 +196,3 @@ def caught_signals():
 
 def parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
-def pid_of(title):
-    """The number of the process that is listed so."""
-    (found,) = [each for each in rays() if read(f"/proc/{each}/cmdline").rstrip(b"\0").endswith(title.encode())]
-    return found
-
-
-def read(path):
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(path).read_bytes()
-    return b""

@@ -17,8 +17,9 @@ from worker_helpers import SECONDS, Recorded, is_alive, is_there, until
 from asyncpipe.errors import LauncherError, OptionError
 from asyncpipe.runtime.workers import ray_workers
 from asyncpipe.runtime.workers.launcher import PlannedWorker
-from asyncpipe.runtime.workers.ray_workers import RayWorkers
+from asyncpipe.runtime.workers.ray_workers import RayDriver, RayWorkers
 from asyncpipe.worker.ray_driver import _AgentActor
+from tests.campaigns.crashes.left import child_named
 
 
 class Cluster:
@@ -222,6 +223,29 @@ async def test_in_the_place_of_a_lost_driver_starts_another_that_reserves_the_sa
     assert [len(each.environment["RAY_AUTH_TOKEN"]) for each in drivers] == [64] * 3
     await launcher.close()
     assert all(each.closed for each in drivers)
+
+
+async def test_a_driver_is_asked_on_any_loop_and_says_how_it_was_lost(monkeypatch):
+    monkeypatch.setattr(ray_workers, "DRIVER", "worker_entries:deeds")
+    driver = RayDriver("charlm", {})
+    assert await driver.ask("echo", here=1) == {"here": 1}
+    assert driver.lost is None
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def ask():
+        asking = asyncio.ensure_future(driver.ask("never"))
+        await asyncio.sleep(0)
+        loop.call_soon_threadsafe(asked.set)
+        await asking
+
+    asking = asyncio.ensure_future(asyncio.to_thread(asyncio.run, ask()))  # As the group of agents, which has its own.
+    await asked.wait()
+    pid = child_named("Ray driver of charlm")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(LauncherError, match="worker 'Ray driver of charlm' was killed by SIGKILL"):
+        await asking
+    assert driver.lost == f"Ray driver of charlm (process {pid}) was killed by SIGKILL"
+    await driver.close()
 
 
 async def test_other_machines_must_be_told_where_to_connect(drivers):
