@@ -123,7 +123,6 @@ class _Ray:
 
         # Machines need not be able to import this file.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        needs = dict(needs)
         strategy = PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=bundle)
         options = {
             "name": f"{self._prefix}/{name}/{number}",

@@ -232,10 +232,9 @@ class RayWorkers:
 
     async def _room(self, ray: RayDriver, asked: Mapping[str, Mapping[str, float]]) -> int:
         """Reserve these bundles; the number of their group."""
-        bundles = [dict(bundle) for bundle in asked.values()]
         strategy = "STRICT_SPREAD" if self._placement == "host" else "PACK"
         try:
-            return int(await ray.ask("reserve", bundles=bundles, strategy=strategy, seconds=self._seconds))
+            return int(await ray.ask("reserve", bundles=list(asked.values()), strategy=strategy, seconds=self._seconds))
         except LauncherError as error:
             each = "of its own machine " * (self._placement == "host")
             listed = "; ".join(f"{name}: {bundle}" for name, bundle in asked.items())
@@ -383,7 +382,7 @@ class _ActorProcess(FarProcess):
                 name=invitation.name,
                 group=place.group,
                 bundle=place.bundle,
-                needs=dict(place.needs),
+                needs=place.needs,
                 line=invitation.line().decode(),
                 program=str(PROGRAM),
                 environment={name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
