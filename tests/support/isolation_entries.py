@@ -6,10 +6,12 @@ They are given a folder, where each says by a file that it is at it.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -127,6 +129,10 @@ def raises(folder: str) -> Workload:
     """A stage that raises an error of its own class."""
 
     def fail() -> None:
+        print("printed before", end="")
+        print(" it failed\nand then", file=sys.stdout)
+        print("\r 1 of 2\r 2 of 2", file=sys.stderr)
+        logging.getLogger("their.own").warning("logged with password=%s", "hunter2")
         raise OwnError("no cable")
 
     return _with(_In("raises", folder, fail))

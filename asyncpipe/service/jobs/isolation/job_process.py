@@ -13,6 +13,7 @@ from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.lifeline import lead_group
 from asyncpipe.service.jobs.isolation.confines import confine
+from asyncpipe.service.jobs.isolation.job_output import JobOutput
 from asyncpipe.service.jobs.isolation.messages import RunJob
 from asyncpipe.service.jobs.isolation.relay import REPORT_SECONDS, Relay, RelayedProgress
 from asyncpipe.service.jobs.run_outcome import EndedElsewhereError, RunEnding, RunOutcome, failure
@@ -73,6 +74,7 @@ class _OneRun:
     async def _train(self, message: RunJob) -> TrainingSummary:
         self._drained.others = message.others
         self._drained.set(message.drained)
+        output = JobOutput(self._progress.noted)
         try:
             confine(message.confines)
             pool = DevicePool(workers=message.job.pool_workers(), worker_path=message.worker_path, **message.hangs)
@@ -102,6 +104,7 @@ class _OneRun:
         except Exception as error:  # noqa: BLE001 - becomes the outcome
             raise EndedElsewhereError(failure(error, self._progress.noted)) from None
         finally:
+            output.end()
             self._orders.close()
 
 

@@ -99,6 +99,7 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         assert record.state is JobState.FAILED
         assert "OwnError: no cable" in record.cause
         notes = [event.data["text"] for event in await service.store.events(failed) if event.kind == "note"]
+        assert {"printed before it failed", "and then", " 2 of 2", "logged with password=***"} <= set(notes)
         told = [text for text in notes if text.startswith("OwnError: no cable")][-1]
         assert "isolation_entries.py" in told.splitlines()[1], "the job's own code comes first"
         assert "asyncpipe" in told.splitlines()[-1]
