@@ -232,13 +232,15 @@ def _handshake(case: Case) -> str:
     role = chance.choice([b"worker", b"controller"])
     own, other, third = (chance.randbytes(32) for _ in range(3))
 
-    def shown(challenge: bytes, token: bytes) -> list[bytes]:
+    def shown(challenge: bytes, token: bytes, greeting: bytes = GREETING) -> list[bytes]:
         if role == b"worker":  # It shows itself to the controller, which has given it its own challenge.
             return [token, challenge, _digest(SECRET, role, own, challenge, token)]
-        return [GREETING, challenge, _digest(SECRET, role, challenge, own, token)]
+        return [greeting, challenge, _digest(SECRET, role, challenge, own, token)]
 
     echo = _digest(SECRET, b"controller" if role == b"worker" else b"worker", own, other, TOKEN)
-    changed = mutated(chance, case.how, shown(other, TOKEN), shown(third, bytes(16)), [GREETING, own, echo])
+    changed = mutated(
+        chance, case.how, shown(other, TOKEN), shown(third, bytes(16), b"asyncpipe workers 1\n"), [GREETING, own, echo]
+    )
     if len(changed.data) >= len(b"".join(shown(other, TOKEN))) and changed.good == 3:
         return "the case changes nothing"
     end = case.connected(changed.data)
