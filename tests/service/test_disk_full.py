@@ -265,8 +265,6 @@ async def test_pause_and_cancel_work_while_the_store_has_no_room_and_are_saved_w
             assert [(await opened.get(each)).asked for each in jobs[:2]] == ["paused", "cancelled"]
         with pytest.raises(JobStateError):
             await opened.pause(running[1])
-        await opened.pause(queued[2])
-        assert (await opened.resume(queued[2])).asked is None
         assert not opened.status().ready
         Gate.opened.set()
         ballast.drop()

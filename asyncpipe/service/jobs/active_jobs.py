@@ -207,15 +207,7 @@ class ActiveJobs:
         A job that still runs is queued again when its run has ended, also if the queue is full.
         """
         async with self.turn(job):
-            run = self.running.get(job)
-            if job in self.unsaved and self.unsaved[job][0] is JobState.PAUSED:  # The store does not know of it.
-                del self.unsaved[job]
-                record = replace(await self.store.get(job) if run is None else run.record, asked=None, asked_cause=None)
-                if run is None:
-                    self._enqueue(record)
-                    self.changed.set()
-                return self._update(record)
-            if run is not None:
+            if job in self.running:
                 return self._update(await self.store.ask(job, None, cause))
             record = await self.store.get(job)
             if record.state in FINAL_STATES:  # Which is more than to resume: `retry`.

@@ -88,9 +88,8 @@ class Manager:
         self._stack = AsyncExitStack()
         self._runs: set[asyncio.Task[None]] = set()
         self._scheduler: asyncio.Task[None] | None = None
+        """From then on that the store has said what the last process has left."""
         self._watch: asyncio.Task[None]
-        self._is_loaded = False
-        """Whether the store has said what the last process has left."""
         self._drained: asyncio.Task[None] | None = None
         self.shutdown: str | None = None
         """Why no more jobs start; ``None`` while they do. Set by ``take_no_more``, from any thread."""
@@ -112,7 +111,6 @@ class Manager:
                 if self.jobs.store.trouble is None:
                     raise
                 _logger.error("no job goes on until the store can be written: %s", error)
-            self._scheduler = asyncio.create_task(self._schedule(), name="asyncpipe job scheduler")
             self._watch = asyncio.create_task(self._watch_store(), name="asyncpipe store watch")
             self._stack = stack.pop_all()
         return self
@@ -137,14 +135,14 @@ class Manager:
         await asyncio.shield(self._drained)
 
     async def _drain(self) -> None:
-        assert self._scheduler is not None
         self.ending.set()
         self.jobs.changed.set()
         loop = asyncio.get_running_loop()
         over = loop.call_later(self.settings.grace_seconds, self._give_up)
         try:
-            with suppress(Exception):  # Logged where it was raised.
-                await self._scheduler
+            if self._scheduler is not None:
+                with suppress(Exception):  # Logged where it was raised.
+                    await self._scheduler
             for run in list(self.jobs.running.values()):
                 run.orders.stop()
             if self._runs:
@@ -219,25 +217,26 @@ class Manager:
             raise
 
     async def _load(self) -> None:
+        """Load what the last process has left, and start the scheduler."""
         await self.jobs.load(most_crashes=self.settings.max_attempts, resume=self.settings.resume)
-        self._is_loaded = True
+        self._scheduler = asyncio.create_task(self._schedule(), name="asyncpipe job scheduler")
 
     async def _watch_store(self) -> None:
         """Try a store again and again that could not be written; when it can be, catch up on what had to wait."""
         while True:
             await asyncio.sleep(self._retry_seconds)
-            if self.jobs.store.trouble is None and self._is_loaded:
+            if self.jobs.store.trouble is None and self._scheduler is not None:
                 continue
-            with suppress(StoreError):
+            with suppress(StoreError, OSError):
                 await self.jobs.store.probe()
-                if not self._is_loaded:
+                if self._scheduler is None:
                     await self._load()
                 await self.jobs.save()
                 self.jobs.changed.set()
 
     async def _act(self) -> bool:
         """Start the queued job that may begin now; false if there is none."""
-        if self.shutdown is not None or not self._is_loaded:
+        if self.shutdown is not None:
             return False
         for decision in self._decisions():
             if decision.action is QueueAction.BEGIN:

@@ -23,16 +23,7 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.store.schema import APPLICATION_ID, SCHEMA, VERSION
 from asyncpipe.train.snapshots.sync_folder import sync_folder
 
-__all__ = [
-    "STORE",
-    "OwnConnection",
-    "StoreError",
-    "StoreProblem",
-    "check_store",
-    "explain",
-    "open_beside",
-    "open_database",
-]
+__all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
 
 
 STORE = "jobs.sqlite3"
@@ -66,9 +57,7 @@ class StoreError(AsyncpipeError, RuntimeError):
         self.what = what
 
 
-_RESTORE = (
-    "restore it from a backup, or move it, its -wal file, audit.jsonl and the folder jobs away to begin with nothing"
-)
+_RESTORE = "restore it from a backup, or move it, its -wal file, audit.jsonl and the folder jobs away to begin anew"
 _ONE_SERVICE = "only one process can use a store: stop the other one, or name another file"
 _LET_IN = "the user of this process needs to read and write the file and its folder"
 _FULL = (StoreProblem.FULL, "has no room on its disk", "free some space and try again")

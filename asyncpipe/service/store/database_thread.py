@@ -36,8 +36,6 @@ LARGEST_GROUP = 128
 """Requests in one commit; bounds how long the first of many requests waits for the last."""
 PROBE_BYTES = 64 * 1024
 """More than a request writes."""
-CANNOT_WRITE = (StoreProblem.FULL, StoreProblem.FORBIDDEN, StoreProblem.FAILED)
-"""Problems of all requests that write, for a while."""
 
 _T = TypeVar("_T")
 
@@ -61,7 +59,7 @@ class DatabaseThread:
         self.commits = 0
         """Transactions since ``open`` that changed something."""
         self.trouble: StoreError | None = None
-        """Why the store could not be written, until ``probe`` finds that it can be."""
+        """Why SQLite has failed, until ``probe`` finds that there is room."""
         self._path = path
         self._busy_seconds = busy_seconds
         self._executor = ThreadPoolExecutor(1, NAME)
@@ -103,7 +101,7 @@ class DatabaseThread:
         return await asyncio.wrap_future(future)
 
     async def probe(self) -> None:
-        """Try whether there is room again, and end ``trouble`` then. Raises ``StoreError`` if there is none."""
+        """Try whether there is room again, and end ``trouble`` then. Raises ``OSError`` or ``StoreError`` if not."""
         await asyncio.wrap_future(self._executor.submit(self._probe))
 
     def stop(self) -> None:
@@ -137,14 +135,10 @@ class DatabaseThread:
 
     def _probe(self) -> None:
         assert self._connection is not None
-        try:
-            with TemporaryFile(dir=self._path.parent) as file:
-                file.write(bytes(PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            what = f"has no room on its disk ({error.strerror})"
-            raise StoreError(self._path, StoreProblem.FULL, what, "free some space") from error
+        with TemporaryFile(dir=self._path.parent) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
         if self._connection.trouble is None:
             self.trouble = None
         else:
@@ -181,10 +175,8 @@ class DatabaseThread:
                 with suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
             if len(group) == 1:
-                explained = explain(self._path, error)
-                if explained.problem in CANNOT_WRITE:
-                    self.trouble = explained
-                return [(None, explained)]
+                self.trouble = explain(self._path, error)
+                return [(None, self.trouble)]
             return [reply for request in group for reply in self._write(connection, [request])]
         self.commits += connection.total_changes != before
         return replies

@@ -139,7 +139,7 @@ class JobStore:
         return self._thread.trouble
 
     async def probe(self) -> None:
-        """Try whether there is room again. Raises ``StoreError`` if there is none."""
+        """Try whether there is room again, and end ``trouble`` then. Raises ``OSError`` or ``StoreError`` if not."""
         await self._thread.probe()
 
     @property

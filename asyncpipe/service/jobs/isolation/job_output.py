@@ -34,7 +34,7 @@ class JobOutput(logging.Handler):
         self._note = note
         self._left = MOST_CHARACTERS
         self._process = os.getpid()
-        self._turn = RLock()
+        self.turn = RLock()
         self.addFilter(lambda record: not _is_ours(record))
         root = logging.getLogger()
         for handler in root.handlers:
@@ -57,7 +57,7 @@ class JobOutput(logging.Handler):
 
     def tell(self, level: int, text: str) -> None:
         """Note ``text``, unless it is empty or too much was told."""
-        with self._turn:
+        with self.turn:
             if not text.strip() or self._left <= 0:
                 return
             self._left -= max(len(text), LEAST_CHARACTERS)
@@ -81,7 +81,6 @@ class _Lines(TextIOBase):
         self.fileno, self.flush = before.fileno, before.flush  # type: ignore[method-assign]
         self._before = before
         self._output = output
-        self._turn = RLock()
         self._rest = ""
 
     def writable(self) -> bool:
@@ -90,7 +89,7 @@ class _Lines(TextIOBase):
     def write(self, text: str) -> int:
         if not self._output.is_here:
             return self._before.write(text)
-        with self._turn:
+        with self._output.turn:
             *lines, rest = (self._rest + text).split("\n")
             self._rest = rest.rpartition("\r")[2][:LONGEST_LINE]  # Of a progress bar its last state.
             for line in lines:
