@@ -25,5 +25,5 @@ async def ready(service: Service) -> models.ReadyAnswer:
     """Fails while no jobs can be submitted."""
     status = service.status()
     if not status.ready:
-        raise Problem(503, "draining", status.reason)
+        raise Problem(503, "not-ready", status.reason)
     return models.ReadyAnswer(ready=True, reason=status.reason)
