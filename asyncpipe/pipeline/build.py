@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from asyncpipe.core.compile_option import CompileOption
@@ -37,6 +37,7 @@ from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.stage import Stage, StagedModel
 from asyncpipe.ops.model.stage_compiler import CallsStage, StageCompiler, check_compiler
 from asyncpipe.ops.model.stage_factory import StageFactory, build_stages
+from asyncpipe.ops.model.tensor_uses import TensorUse, tensor_uses
 from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.ops.torch_internals import caches_parametrizations
 from asyncpipe.pipeline.graph_cache import GraphCache
@@ -67,6 +68,8 @@ class PipelineParts:
     """What builds the stages, if they were not given."""
     modules: tuple[nn.Module, ...] = ()
     """The modules of the model that its stages were made of."""
+    held: list[tuple[TensorUse, Tensor]] = field(default_factory=list)
+    """Where the model has the parameters that optimizers, ties or workers have too."""
     is_parametrized: bool = False
     needs_target: bool = False
     """Whether ``loss_fn`` cannot be called with an output alone."""
@@ -102,11 +105,24 @@ class PipelineParts:
                 "a layer of the model was replaced, added or removed after the pipeline was made, and its stages have "
                 "the old ones; make the pipeline again"
             )
+        # Between two steps forwards run, which may replace parameters for a while.
+        for use, parameter in self.held if self.between_steps.owner is None else ():
+            if getattr(use.module, use.name, None) is not parameter:
+                raise OptionError(
+                    f"the parameter {use.full_name!r} was replaced after the pipeline was made, as load_state_dict("
+                    "assign=True) does, and its optimizer, its worker or other stages have the old one; load without "
+                    "assign, or make the pipeline again"
+                )
         if self.is_parametrized and caches_parametrizations():
             raise OptionError(
                 "torch.nn.utils.parametrize.cached() is active, whose cache is one for all threads: stages would get "
                 "weights of other graphs; leave it before the call"
             )
+
+    def hold_parameters(self) -> None:
+        """From now on the model must keep its parameters: somebody else refers to them too."""
+        places = [use for uses in tensor_uses([self.module]).values() for use in uses]
+        self.held[:] = [(use, use.tensor) for use in places if isinstance(use.tensor, nn.Parameter)]
 
     def check_between_steps(self) -> None:
         """Raise ``OverlapError`` while steps of ``steps`` overlap: the weights are those of no step."""
@@ -147,6 +163,7 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     else:
         staged = _split_into_stages(model, schedule, len(devices), options)
     _check_leaves(staged.module)
+    _refuse_wrappers(staged.module)
     deferred = deferred_layers(staged.module)
     if compile_option is not None and deferred:
         raise OptionError(
@@ -170,7 +187,7 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     graphs.rewire(Wiring(staged.links, ties.links, tuple(updated)))
     here = [device for device in devices if not device.is_elsewhere]
     streams = make_streams(here, graphs(options.microbatches, Phase.STEP, checkpoint, True).lanes)
-    return PipelineParts(
+    parts = PipelineParts(
         options,
         staged,
         StageResources(stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers, instruments),
@@ -179,10 +196,13 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
         PaddedLabels(),
         model if isinstance(model, StageFactory) else None,
         _top_modules(staged.module),
-        any(isinstance(part, ParametrizationList) for part in staged.module.modules()),
-        _needs_target(options.loss_fn),
-        LossWatch(options.on_nan),
+        is_parametrized=any(isinstance(part, ParametrizationList) for part in staged.module.modules()),
+        needs_target=_needs_target(options.loss_fn),
+        loss_watch=LossWatch(options.on_nan),
     )
+    if optimizers or ties.links:
+        parts.hold_parameters()
+    return parts
 
 
 def _top_modules(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -268,6 +288,21 @@ def _check_leaves(module: nn.Module) -> None:
                 f"parameter {name!r} is computed from another one, to which its gradient would go; a deep copy of a "
                 "TorchScript module is like that, so copy it under torch.no_grad() and call requires_grad_()"
             )
+
+
+_WRAPPERS = {"DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule"}
+"""Of torch.distributed, by name: importing them takes long."""
+
+
+def _refuse_wrappers(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                raise OptionError(
+                    f"the layer {name!r} is wrapped in {kind.__name__}, whose collectives would wait for other "
+                    "processes in an order that no schedule knows; leave the wrapper off, and train one pipeline a "
+                    "process, whose gradients you reduce yourself between step() and the optimizer"
+                )
 
 
 def _needs_target(loss_fn: Callable[..., Any] | None) -> bool:

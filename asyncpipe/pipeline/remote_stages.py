@@ -136,6 +136,7 @@ class RemoteStages(StagesHere):
             await self._add_schedule(graphs.number, to_wire(graphs.schedule, "the schedule"))
         self._names = state_names(self._parts.staged)
         forget_values(self._parts.module)
+        self._parts.hold_parameters()
         links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
         self._placed = PlacedPipeline(self._number, self._tenant, links)
         self.driver.place(self._placed, self._workers.take_restarted(names))

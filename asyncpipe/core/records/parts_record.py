@@ -75,7 +75,7 @@ def parts_record(
             now = max(now, at)
             scheduler.handle(event, now)
             happened.add(event.task)
-    # Last, since other workers go on until they hear of it. Nothing that ran can depend on it.
+    # Last, since other workers go on until they hear of it.
     now = max(now, ended)
     for failure in failures:
         scheduler.handle(failure, now)
@@ -115,5 +115,7 @@ def _possible(graph: TaskGraph, parts: Sequence[WorkerPart]) -> Iterator[tuple[f
             parked.setdefault(missing, []).append((at, event))
             continue
         yield at, event
+        if isinstance(event, TaskFailed):
+            continue  # It may have sent something before it failed: what came of that is left out.
         happened.add(event.task)
         pending += reversed(parked.pop(event.task, ()))

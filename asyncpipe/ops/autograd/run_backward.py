@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncpipe.ops.torch_internals import run_engine
 
-__all__ = ["run_backward"]
+__all__ = ["as_of", "run_backward"]
 
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, retain: bool) -> None:
@@ -23,3 +24,11 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, reta
         torch.autograd.backward(tensors, gradients, retain_graph=retain)
     else:
         run_engine(tuple(tensors), tuple(gradients), retain, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def as_of(gradient: Tensor | None, output: Any) -> Tensor | None:
+    """A gradient of what a first run has sent, for ``output`` of the second run, whose sizes may be other symbols."""
+    if gradient is None or gradient.layout is not torch.jagged:
+        return gradient
+    values, offsets, lengths = gradient.values(), output.offsets(), output.lengths()
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=output._ragged_idx)

@@ -20,7 +20,7 @@ from asyncpipe.errors import StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.checkpoint import checkpoint
 from asyncpipe.ops.autograd.random_streams import DeviceDraws, random_stream
-from asyncpipe.ops.autograd.run_backward import run_backward
+from asyncpipe.ops.autograd.run_backward import as_of, run_backward
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.streams import LaneStream
@@ -260,6 +260,7 @@ class StageCompute:
             gradients += self._output_gradients(i, j, user, sent)
         if local_graph.recomputation is not None:
             leaves, outputs = local_graph.recomputation.pop_graph()
+            gradients = list(map(as_of, gradients, outputs))
         else:
             leaves, outputs = _flat(local_graph.inputs), _flat(local_graph.outputs)
         split = SplitBackward(outputs, gradients, leaves)

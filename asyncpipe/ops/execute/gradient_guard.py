@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.execute.gradient_turn import GradientTurn, refuse_inside_task
 from asyncpipe.ops.execute.parameter_hooks import call_accumulated_hooks, call_gradient_hooks, hooked
+from asyncpipe.ops.model.ties import accumulated
 from asyncpipe.ops.torch_internals import accumulated_hooks
 
 __all__ = ["GradientGuard"]
@@ -185,6 +186,4 @@ class GradientGuard:
 
 def _add_up(parameter: nn.Parameter, before: Tensor | None) -> None:
     if before is not None:
-        if parameter.grad is not None:
-            before += parameter.grad
-        parameter.grad = before
+        parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)

@@ -18,6 +18,7 @@ from asyncpipe.ops.execute.shared_values import Readers, as_they_are, refuse_ove
 from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.ops.model.buffers import BufferValues
 from asyncpipe.ops.model.microbatch import Arguments, Packet
+from asyncpipe.ops.model.nested import lost_attribute
 from asyncpipe.ops.model.stage import CALLER, Stage
 from asyncpipe.ops.model.stage_compiler import CallKind
 from asyncpipe.ops.torch_internals import version_of
@@ -156,6 +157,11 @@ class StageRun:
         if setup.plan.loss is not None and CALLER in packets:
             packets[CALLER] = Packet(self._loss(setup.plan, sent[CALLER]))
             flat = _tensors(packets)
+        elif (attribute := next(filter(None, map(lost_attribute, flat)), None)) is not None:
+            raise StageError(
+                f"stage {stage.index} sends a tensor with the attribute {attribute!r}, which would not arrive; send "
+                "that as a value of its own, in a tuple or dict, or split elsewhere"
+            )
         if given is not tensors and is_checkpointing():
             # What is passed on as it is goes on as such: one that needs no gradient needs none behind the stage.
             passed = {id(copy): x for copy, x in zip(given, tensors, strict=True) if not version_of(copy)}

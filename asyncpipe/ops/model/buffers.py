@@ -166,6 +166,8 @@ class StageBuffers:
                 original = left[key] = originals.values[key]
                 if original is not None and original is not copy and key in changed:
                     with torch.no_grad():
+                        if original.shape != copy.shape:
+                            original.resize_(copy.shape)  # As the forward has resized the copy.
                         original.copy_(copy)
         _put(copied, left)
 

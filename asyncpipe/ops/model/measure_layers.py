@@ -12,7 +12,7 @@ is bounded by the largest layer, and the model does not change, whatever a layer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.core.predict.balance import even_balance
@@ -32,6 +33,7 @@ from asyncpipe.ops.model.byte_recorder import parameter_bytes
 from asyncpipe.ops.model.microbatch import Arguments, Packet, cut, without_no_chunk
 from asyncpipe.ops.model.sequential import PipeSequential
 from asyncpipe.ops.model.skips import SkipKey, SkipStore, use_skips
+from asyncpipe.ops.torch_internals import tree_leaves
 
 __all__ = ["balance_by_size", "balance_by_time", "copied", "layer_bytes", "layer_times"]
 
@@ -124,11 +126,12 @@ def layer_bytes(
 ) -> list[int]:
     """Bytes that each layer of ``module`` needs in training, for one micro-batch of the mini-batch ``sample``.
 
-    This is the memory of what autograd saves for the backward and of the output (including what the layer stashes),
-    each storage once, plus ``parameter_scale`` times the parameters: 2 for parameter and gradient, 4 with the two
-    averages of AdamW. Frozen parameters count once. Neither parameters nor buffers count as saved. An input that the
-    backward needs counts as saved by this layer and as output of the layer before, as if the two were in different
-    stages. What autograd's hooks do not see is not counted, such as the inputs that ``torch.utils.checkpoint`` keeps.
+    This is the memory that is still in use when the forward is over: of what the backward needs, of what the layer has
+    made and keeps elsewhere, and of the output (including what the layer stashes), each storage once, plus
+    ``parameter_scale`` times the parameters: 2 for parameter and gradient, 4 with the two averages of AdamW.
+    Frozen parameters count once. Neither parameters nor buffers count as saved. An input that the backward needs counts
+    as saved by this layer and as output of the layer before, as if the two were in different stages. Memory that no
+    operator of torch has made is not counted.
 
     ``sample`` is cut along ``batch_dim`` as by the pipeline, ``NoChunk`` included. The first micro-batch, which is
     never smaller than another, is measured on ``device``. Changes nothing, and raises what ``layer_times`` raises; also
@@ -233,13 +236,16 @@ class _MeasuredLayer:
         self.module = copied(layer).to(device)
         # Clones, which the layer may change in place: others read the originals, and leaves cannot be changed.
         packet = Packet(arguments)
-        self._arguments = packet.rebuild([tensor.clone() for tensor in packet.tensors])
+        self.arguments = packet.rebuild([tensor.clone() for tensor in packet.tensors])
+        """What ``forward`` gives the layer; gone afterwards."""
         self._skips = skips
         self.output: Any = None
 
     def forward(self) -> None:
-        """Run the layer, and set ``output``."""
-        self.output = self.module(*self._arguments.args, **self._arguments.kwargs)
+        """Run the layer, once, and set ``output``."""
+        args, kwargs = self.arguments
+        del self.arguments
+        self.output = self.module(*args, **kwargs)
 
     def sent(self) -> list[Tensor]:
         """All tensors that the layer passes to later ones: of its output and of what it stashed."""
@@ -301,23 +307,37 @@ def _timed(work: Callable[[], None], device: torch.device, clock: Callable[[], f
     return float(first.elapsed_time(last)) * 1e-3
 
 
+class _MemoryOfOperators(TorchDispatchMode):
+    """Notes what operators make inside; who keeps that, and so whether it is still there later, is not asked."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[Any, int] = {}
+        """By weak reference to a storage."""
+
+    def note(self, values: Iterable[Any]) -> None:
+        plain = [value for value in values if isinstance(value, Tensor) and value.layout is torch.strided]
+        self.sizes.update({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in plain})
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.note(tree_leaves(made))
+        return made
+
+
+def _storage(tensor: Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def _bytes(layer: _MeasuredLayer, parameter_scale: float) -> int:
     """The bytes that the layer needs between its forward and its backward, and for its parameters."""
-    # Storages by address, kept alive so that no address is used twice.
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage
-        return tensor.detach()
-
-    with saved_tensors_hooks(keep, lambda kept: kept):
+    memory = _MemoryOfOperators()
+    memory.note(Packet(layer.arguments).tensors)
+    with memory:
         layer.forward()
-    for tensor in layer.sent():
-        keep(tensor)
-    for tensor in (*layer.module.parameters(), *layer.module.buffers()):
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    activations = sum(storage.nbytes() for storage in storages.values())
+    memory.note(layer.sent())
+    own = {_storage(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())}
+    activations = sum([size for storage, size in memory.sizes.items() if not storage.expired() and storage not in own])
     total, trained = parameter_bytes(layer.module)
     # A frozen parameter has no gradient, and the optimizer keeps nothing for it.
     return activations + round(trained * parameter_scale + (total - trained) * min(parameter_scale, 1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from asyncpipe.errors import ArgumentTypeError, BatchError, StageError
 from asyncpipe.ops.model.descriptions import decode, encode
-from asyncpipe.ops.model.nested import Structure, flatten, places, rebuild
+from asyncpipe.ops.model.nested import Structure, flatten, lost_attribute, places, rebuild
 
 __all__ = [
     "Arguments",
@@ -196,10 +197,15 @@ def cut_alike(batch: Any, like: CutBatch, *, dim: int = 0) -> list[Any]:
 
 def _split(batch: Any, sizes: list[int], dim: int) -> list[Any]:
     leaves, structure = _flatten(batch)
-    columns = [
-        torch.split(leaf, sizes, dim) if isinstance(leaf, Tensor) else [_bare(leaf)] * len(sizes) for leaf in leaves
-    ]
+    columns = [_pieces(leaf, sizes, dim) if isinstance(leaf, Tensor) else [_bare(leaf)] * len(sizes) for leaf in leaves]
     return [rebuild(structure, [column[i] for column in columns]) for i in range(len(sizes))]
+
+
+def _pieces(tensor: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    if not tensor.is_nested:
+        return torch.split(tensor, sizes, dim)
+    parts = iter(tensor.unbind())  # Nested tensors are split by their samples only, and not by views.
+    return [torch.nested.as_nested_tensor(list(islice(parts, size)), layout=tensor.layout) for size in sizes]
 
 
 def without_no_chunk(value: Any) -> Any:
@@ -235,6 +241,11 @@ def _sizes(batch: Any, dim: int, name: str) -> list[tuple[str, int]]:
     if not tensors:
         raise BatchError(f"{name} holds no tensor, got {type(batch).__name__}; micro-batches are cut from tensors")
     for place, tensor in tensors:
+        if (attribute := lost_attribute(tensor)) is not None:
+            raise BatchError(
+                f"{place} is a tensor with the attribute {attribute!r}, which its micro-batches would lack; give that "
+                "as an argument of its own"
+            )
         if tensor.dim() <= dim:
             what = "without dimensions" if tensor.dim() == 0 else f"of shape {tuple(tensor.shape)}"
             raise BatchError(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from asyncpipe.errors import AsyncpipeError, StageError
 from asyncpipe.ops.torch_internals import SUPPORTED_NODES
 
-__all__ = ["Structure", "flatten", "leaves_of", "places", "rebuild", "structure_of", "tensors_of"]
+__all__ = ["Structure", "flatten", "leaves_of", "lost_attribute", "places", "rebuild", "structure_of", "tensors_of"]
 
 
 _Make = Callable[[type, Any, list[Any]], Any]
@@ -84,6 +84,17 @@ def leaves_of(value: Any, *, wraps: tuple[type, ...] = ()) -> list[Any]:
 def tensors_of(value: Any, *, wraps: tuple[type, ...] = ()) -> list[Tensor]:
     """The tensors among the leaves of ``value``."""
     return [leaf for leaf in leaves_of(value, wraps=wraps) if isinstance(leaf, Tensor)]
+
+
+def lost_attribute(tensor: Tensor) -> str | None:
+    """The name of an attribute that Python code has given ``tensor``, and that its copies and pieces would lack.
+
+    A class that says what its tensors are made of looks after its attributes.
+    """
+    if not vars(tensor) or isinstance(tensor, nn.Parameter) or hasattr(tensor, "__tensor_flatten__"):
+        return None
+    kept = vars(tensor.detach())
+    return next((name for name in vars(tensor) if name not in kept and not name.startswith("_dynamo")), None)
 
 
 def places(structure: Structure | None) -> list[str]:

@@ -35,7 +35,7 @@ from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
 from asyncpipe.ops.model.tensor_uses import TensorUse, tensor_uses
 
-__all__ = ["Replica", "Ties", "place"]
+__all__ = ["Replica", "Ties", "accumulated", "place"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,12 +73,15 @@ class Ties:
         return [replica.owner.detach() for replica in self.between(owner, user)]
 
     def pop_gradients(self, owner: int, user: int) -> list[Tensor | None]:
-        """The gradients of those replicas, which lose them."""
+        """The gradients of those replicas, which lose them.
+
+        Each is two tensors, since a sparse one has indices and values; they are copied and sent as others are.
+        """
         replicas = self.between(owner, user)
         gradients = [replica.tensor.grad for replica in replicas]
         for replica in replicas:
             replica.tensor.grad = None
-        return gradients
+        return [part for gradient in gradients for part in _indices_and_values(gradient)]
 
     def refresh(self) -> None:
         """Copy to the images what was changed on their modules: training mode, hooks, other attributes."""
@@ -94,10 +97,13 @@ class Ties:
     def sum_gradients(self, owner: int, gradients: dict[tuple[int, int], list[Tensor | None]]) -> None:
         """Add the gradients of replicas, which ``gradients`` has by (user, owner), to the owner's, in stage order."""
         for user in (user for found, user in self.links if found == owner):
-            for replica, gradient in zip(self.between(owner, user), gradients.pop((user, owner)), strict=True):
-                if gradient is not None:
-                    total = replica.owner.grad
-                    replica.owner.grad = gradient if total is None else total.add_(gradient)
+            parts = gradients.pop((user, owner))
+            for replica, indices, values in zip(self.between(owner, user), parts[::2], parts[1::2], strict=True):
+                parameter = replica.owner
+                if values is not None and indices is not None:
+                    values = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+                if values is not None:
+                    parameter.grad = values if parameter.grad is None else accumulated(parameter.grad, values)
 
     def drop_gradients(self) -> None:
         """Drop the gradients that a failed step left at the replicas."""
@@ -138,6 +144,18 @@ class Ties:
         self._images.append(image)
         made[id(module)] = image.copy
         return image.copy
+
+
+def accumulated(total: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient`` added to ``total``, in place as autograd does it; a sum with a dense gradient is dense."""
+    return gradient.add_(total) if total.is_sparse and not gradient.is_sparse else total.add_(gradient)
+
+
+def _indices_and_values(gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """A dense gradient has no indices."""
+    if gradient is None or not gradient.is_sparse:
+        return None, gradient
+    return gradient._indices(), gradient._values()
 
 
 def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device]) -> tuple[list[Stage], Ties]:

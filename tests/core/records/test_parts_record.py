@@ -75,6 +75,19 @@ def test_a_failure_ends_the_record_after_what_others_have_done_meanwhile(draw: r
 
 @settings(max_examples=50)
 @given(st.randoms(use_true_random=False))
+def test_what_a_task_has_sent_before_it_failed_is_left_out(draw: random.Random) -> None:
+    graph, events = told(draw)
+    at, failing = draw.choice(events)
+    kept = [each for each in events if each[1] is not failing]
+    kept.append((at, TaskFailed(0, failing.task, ValueError())))
+    record = parts_record(0, graph, Share(), 0.0, parts_of(graph, kept, draw), 1e6)
+    assert record.outcome is Outcome.FAILED
+    done = {event.task for _, event in record.journal if isinstance(event, TaskCompleted)}
+    assert all(done.issuperset(graph.dependencies[task]) for task in done)
+
+
+@settings(max_examples=50)
+@given(st.randoms(use_true_random=False))
 def test_what_a_lost_worker_did_not_tell_leaves_a_cancelled_step(draw: random.Random) -> None:
     graph, events = told(draw)
     lost = {event.task for _, event in draw.sample(events, draw.randint(1, len(events)))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from asyncpipe.ops.model.measure_layers import balance_by_size, layer_bytes
 
@@ -22,6 +23,40 @@ def test_sizes_by_hand() -> None:
         got = layer_bytes(model, torch.randn(batch, 10), parameter_scale=scale)
         assert got == [FLOAT * (s + o + scale * p) for s, o, p in zip(saved, outputs, parameters, strict=True)]
     assert layer_bytes(model, torch.randn(batch, 10)) == layer_bytes(model, torch.randn(batch, 10), parameter_scale=2)
+
+
+class Keeps(torch.autograd.Function):
+    """Its context keeps what no hook of autograd sees."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x.repeat(1, 3)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.kept.mean()
+
+
+class KeepsInContext(nn.Module):
+    def forward(self, x):
+        return Keeps.apply(x)
+
+
+class KeepsInModule(nn.Module):
+    def forward(self, x):
+        self.kept = x.detach().repeat(1, 3)
+        return x * 2
+
+
+class KeepsInput(nn.Module):
+    def forward(self, x):
+        return checkpoint(torch.tanh, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("layer", "kept"), [(KeepsInContext, 3), (KeepsInModule, 3), (KeepsInput, 1)])
+def test_what_a_forward_makes_and_keeps_is_counted(layer, kept) -> None:
+    assert layer_bytes(nn.Sequential(layer()), torch.randn(8, 10, requires_grad=True)) == [FLOAT * 80 * (1 + kept)]
 
 
 @pytest.mark.parametrize(("microbatches", "largest"), [(1, 8), (3, 3), (4, 2), (100, 1)])
