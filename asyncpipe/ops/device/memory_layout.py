@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "MemoryLayout", "fills_its_memory", "layout_in_memory"]
+__all__ = ["ALIGNMENT", "MemoryLayout", "fills_its_memory", "layout_in_memory", "overlaps"]
 
 ALIGNMENT = 64
 """Bytes. torch's allocator begins tensors at multiples of it, and no vector of a processor is larger."""
@@ -55,10 +55,10 @@ def layout_in_memory(tensor: Tensor) -> MemoryLayout | None:
         return None
     begin = 0 if begin % tensor.itemsize else begin // tensor.itemsize
     shape, stride = tuple(tensor.shape), tensor.stride()
-    overlaps = _overlaps(shape, stride)
-    if overlaps and _span(shape, stride) > tensor.numel():
+    is_shared = overlaps(shape, stride)
+    if is_shared and _span(shape, stride) > tensor.numel():
         return None
-    return MemoryLayout(shape, stride, begin, overlaps)
+    return MemoryLayout(shape, stride, begin, is_shared)
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
@@ -73,7 +73,8 @@ def fills_its_memory(tensor: Tensor) -> bool:
     return True
 
 
-def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements share memory in another way than by a stride of 0."""
     reached = 0
     for step, length in sorted(zip(stride, shape, strict=True)):
         if length > 1 and step:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from asyncpipe.errors import StageError
+from asyncpipe.ops.device.memory_layout import overlaps
 from asyncpipe.ops.torch_internals import version_of
 
 __all__ = ["InputCopies"]
@@ -39,8 +42,22 @@ class InputCopies:
         return copies
 
     def saw(self, received: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Called at the end of a forward."""
+        """Called at the end of a forward. Raises ``StageError`` if it wrote to a copy of what no copy can be like."""
+        if given is received:
+            return
+        for copy, tensor in zip(given, received, strict=True):
+            if copy is not tensor and not tensor.is_contiguous() and version_of(copy):
+                _refuse_shared_memory(tensor)
         if self._overwrites is None and not self._always:
             copies = [copy for copy, tensor in zip(given, received, strict=True) if copy is not tensor]
             if copies:
                 self._overwrites = any(map(version_of, copies))
+
+
+def _refuse_shared_memory(tensor: Tensor) -> None:
+    if tensor.layout is torch.strided and overlaps(tuple(tensor.shape), tensor.stride()):
+        raise StageError(
+            "a stage overwrites in place what it received, a view whose elements share memory (shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}), so it changes other elements than without stages; "
+            "clone the view where it is made"
+        )
