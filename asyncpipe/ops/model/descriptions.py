@@ -84,10 +84,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    name, *parts = value
-    return _MAKERS[name](*map(_decoded, parts))
+    return _MAKERS[value[0]](*map(_decoded, value[1:])) if isinstance(value, list) else value
 
 
 def _refused(kind: type) -> StageError:

@@ -113,11 +113,10 @@ async def _send(connected: socket.socket, data: bytes) -> None:
 
 
 async def _receive_piece(connected: Secured, size: int) -> bytes:
-    if connected.macs is None:
-        return await _receive(connected.socket, size)
-    received = await _receive(connected.socket, size + MAC_BYTES)
-    connected.macs.check(received[:size], received[size:])
-    return received[:size]
+    piece = await _receive(connected.socket, size)
+    if connected.macs is not None:
+        connected.macs.check(piece, await _receive(connected.socket, MAC_BYTES))
+    return piece
 
 
 async def _receive(connected: socket.socket, size: int) -> bytes:
