@@ -267,6 +267,8 @@ def test_mistakes_of_newcomers_are_told_with_what_to_write(caplog):
         Pipeline(model, DEVICES, microbatch=4)
     with pytest.raises(ArgumentTypeError, match=r"has no argument 'loss'; did you mean 'loss_fn'\?"):
         Pipeline(model, DEVICES, microbatches=4, loss=mse)
+    with pytest.raises(ArgumentTypeError, match=r"has no argument 'hang'; did you mean 'hang_seconds'\?"):
+        Pipeline(model, DEVICES, microbatches=4, hang=5)
     with pytest.raises(ArgumentTypeError, match="missing a required argument: 'microbatches'"):
         Pipeline(model, DEVICES)
     with pytest.raises(OptionError, match=r"give optimizer=lambda parameters: torch.optim.SGD\(parameters, ...\)"):

@@ -77,7 +77,7 @@ async def test_a_step_that_hangs_ends_with_the_name_of_its_task(tmp_path, worker
 
 async def test_a_task_that_is_as_slow_as_ever_does_not_hang(tmp_path):
     """Of a pipeline without a job, tasks are not measured: it is the time of its last step that counts."""
-    async with pipeline(tmp_path / "none", "threads", hang_seconds=0.05) as pipe:
+    async with pipeline(tmp_path / "none", "threads", hang_seconds=1) as pipe:
         await pipe.step(X, X)
         driver = pipe._tenancy.pool.threads
         (graph,) = [graph for graph in driver._seconds if graph is pipe.graph]
