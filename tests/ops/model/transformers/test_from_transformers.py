@@ -239,10 +239,11 @@ def test_another_family_is_traced() -> None:
     check(model, gradients)
 
 
-def test_a_table_that_a_forward_has_replaced_stays() -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.bfloat16, 0.0)])
+def test_a_table_that_a_forward_has_replaced_stays(dtype: torch.dtype, tolerance: float) -> None:
     """Dynamic rotary embeddings: a long batch makes a table of its own type, which differs from the model's."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = make_model("LlamaForCausalLM", max_position_embeddings=4, rope_parameters=rope)
+    model = make_model("LlamaForCausalLM", max_position_embeddings=4, rope_parameters=rope).to(dtype)
     bare = deepcopy(model)
     batch = make_batch("LlamaForCausalLM")
     batches = [batch, {name: value[:, :3] for name, value in batch.items()}, batch]
@@ -251,7 +252,7 @@ def test_a_table_that_a_forward_has_replaced_stays() -> None:
         bare(**batch)
         for each in batches:
             found, wanted = pipe.eval().step(each).outputs.logits, bare.eval()(**each).logits
-            torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-10)
+            torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["TrOCRForCausalLM", "XLNetLMHeadModel", "BertLMHeadModel"])
