@@ -31,6 +31,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -121,6 +122,16 @@ INTERNALS = (
         "nn.modules.module._global_forward_pre_hooks nn.modules.batchnorm._BatchNorm _C._nn._parse_to",
         "stages call forward alone where a module has no hooks; batch norms are found; to() is read as nn.Module does",
         "test_the_function_of_a_stage_calls_its_layers_and_all_hooks",
+    ),
+    Internals(
+        "utils._python_dispatch.TorchDispatchMode",
+        "what operators make in a layer's forward counts for the balance by bytes",
+        "test_what_a_forward_makes_and_keeps_is_counted",
+    ),
+    Internals(
+        "Tensor._indices Tensor._values",
+        "sparse gradients of tied parameters travel as they are, not added up before",
+        "test_sparse_gradients_of_tied_embeddings",
     ),
     Internals(
         "nn.utils.parametrize._cache_enabled",
@@ -560,6 +571,14 @@ def recompile_reason() -> str:
             if reason := getattr(each, "recompile_reason", None):
                 return " ".join(str(reason).split("User stack trace")[0].split())
     return "something that it depends on has changed"
+
+
+# Sparse gradients
+
+
+def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices and values of a sparse tensor, where one index may come several times."""
+    return gradient._indices(), gradient._values()
 
 
 # Profilers and process groups

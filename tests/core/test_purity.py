@@ -65,7 +65,7 @@ def test_imports_keep_to_the_contracts() -> None:
 
 
 def test_only_entry_points_and_what_all_folders_use_are_at_the_root() -> None:
-    shared = {"errors.py", "shared_memory.py"}
+    shared = {"errors.py", "secured.py", "shared_memory.py"}
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "testing.py"} | shared
 
 
@@ -85,7 +85,7 @@ def test_a_type_name_means_one_thing() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
-FOREIGN = {"_apply", "_buffers", "_device", "_devices", "_parameters", "_threads", "_timeout", "_version"}
+FOREIGN = {"_apply", "_buffers", "_device", "_devices", "_parameters", "_threads", "_timeout", "_values", "_version"}
 """Private names of torch that classes of ours have, too."""
 
 

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.core.predict.balance import even_balance
@@ -33,7 +32,7 @@ from asyncpipe.ops.model.byte_recorder import parameter_bytes
 from asyncpipe.ops.model.microbatch import Arguments, Packet, cut, without_no_chunk
 from asyncpipe.ops.model.sequential import PipeSequential
 from asyncpipe.ops.model.skips import SkipKey, SkipStore, use_skips
-from asyncpipe.ops.torch_internals import tree_leaves
+from asyncpipe.ops.torch_internals import TorchDispatchMode, tree_leaves
 
 __all__ = ["balance_by_size", "balance_by_time", "copied", "layer_bytes", "layer_times"]
 

@@ -147,13 +147,17 @@ class Packet:
     def from_shell(cls, shell: bytes, tensors: list[Tensor]) -> Packet:
         """The packet whose ``shell`` this is, with these tensors. Raises some error if it is none."""
         packet = cls.__new__(cls)
-        if shell in _ONE_TENSOR:
-            packet._structure, packet._rest, packet.wants_gradient = None, _LONE, [shell == _ONE_TENSOR[True]]
-        else:
-            packet._structure, packet._rest, packet.wants_gradient = decode(shell)
-        packet.tensors = tensors
-        packet.count = len(tensors)
+        packet.restore(shell, tensors)
         return packet
+
+    def restore(self, shell: bytes, tensors: list[Tensor]) -> None:
+        """Become the packet whose ``shell`` this is, as ``from_shell``."""
+        if shell in _ONE_TENSOR:
+            self._structure, self._rest, self.wants_gradient = None, _LONE, [shell == _ONE_TENSOR[True]]
+        else:
+            self._structure, self._rest, self.wants_gradient = decode(shell)
+        self.tensors = tensors
+        self.count = len(tensors)
 
 
 _ONE_TENSOR = (b"0", b"1")

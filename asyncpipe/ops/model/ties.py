@@ -34,6 +34,7 @@ from asyncpipe.ops.model.own_generators import OwnGenerators
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
 from asyncpipe.ops.model.tensor_uses import TensorUse, tensor_uses
+from asyncpipe.ops.torch_internals import sparse_parts
 
 __all__ = ["Replica", "Ties", "accumulated", "place"]
 
@@ -155,7 +156,7 @@ def _indices_and_values(gradient: Tensor | None) -> tuple[Tensor | None, Tensor 
     """A dense gradient has no indices."""
     if gradient is None or not gradient.is_sparse:
         return None, gradient
-    return gradient._indices(), gradient._values()
+    return sparse_parts(gradient)
 
 
 def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device]) -> tuple[list[Stage], Ties]:

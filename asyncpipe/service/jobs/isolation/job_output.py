@@ -40,7 +40,7 @@ class JobOutput(logging.Handler):
         for handler in root.handlers:
             handler.addFilter(_is_ours)
         root.addHandler(self)
-        self._streams = _Lines(sys.stdout, self), _Lines(sys.stderr, self)
+        self._streams = _OutputStream(sys.stdout, self), _OutputStream(sys.stderr, self)
         sys.stdout, sys.stderr = self._streams
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -71,7 +71,7 @@ class JobOutput(logging.Handler):
             stream.write("\n")
 
 
-class _Lines(TextIOBase):
+class _OutputStream(TextIOBase):
     """In the place of a standard stream, whose descriptor it has."""
 
     encoding = "utf-8"
