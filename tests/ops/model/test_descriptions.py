@@ -48,7 +48,7 @@ PLAIN = [
     *(None, True, 0, -5, 2**64, -(2**200), 1.5, -0.0, float("nan"), float("-inf"), 1e-320),
     *(1j, complex(-0.0, float("nan")), "", "a\ud800é\x00", b"", b"\x00\xff\n"),
     *(torch.bfloat16, torch.float8_e4m3fn, torch.device("cuda:1"), torch.Size([2, 0])),
-    *(slice(None, -1, 2), range(3, 9, 2), {1, "a"}, frozenset([2.5]), int, {"a": (1, [2])}),
+    *(slice(None, -1, 2), range(3, 9, 2), {1, 2}, frozenset([2.5]), int, {"a": (1, [2])}),
     MemoryLayout((2, 3), (1, 2), 1, False),
 ]
 
