@@ -129,6 +129,12 @@ INTERNALS = (
         "test_what_a_forward_makes_and_keeps_is_counted",
     ),
     Internals(
+        ".NestedTensor._ragged_idx",
+        "a gradient of a jagged tensor gets the sizes of the tensor that a recomputation has made",
+        "test_jagged_tensors_between_stages",
+        "none: what uses it raises",
+    ),
+    Internals(
         "Tensor._indices Tensor._values",
         "sparse gradients of tied parameters travel as they are, not added up before",
         "test_sparse_gradients_of_tied_embeddings",
@@ -573,12 +579,18 @@ def recompile_reason() -> str:
     return "something that it depends on has changed"
 
 
-# Sparse gradients
+# Sparse and jagged tensors
 
 
 def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The indices and values of a sparse tensor, where one index may come several times."""
     return gradient._indices(), gradient._values()
+
+
+def jagged_like(tensor: Tensor, other: Any) -> Tensor:
+    """The values of a jagged tensor with the sizes of ``other``, a jagged tensor of the same rows."""
+    values, offsets, lengths = tensor.values(), other.offsets(), other.lengths()
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=other._ragged_idx)
 
 
 # Profilers and process groups

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncpipe.ops.torch_internals import run_engine
+from asyncpipe.ops.torch_internals import jagged_like, run_engine
 
 __all__ = ["as_of", "run_backward"]
 
@@ -28,7 +28,4 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, reta
 
 def as_of(gradient: Tensor | None, output: Any) -> Tensor | None:
     """A gradient of what a first run has sent, for ``output`` of the second run, whose sizes may be other symbols."""
-    if gradient is None or gradient.layout is not torch.jagged:
-        return gradient
-    values, offsets, lengths = gradient.values(), output.offsets(), output.lengths()
-    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=output._ragged_idx)
+    return gradient if gradient is None or gradient.layout is not torch.jagged else jagged_like(gradient, output)
