@@ -32,6 +32,7 @@ from torch import nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import table
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.records.step_record import StepRecord
@@ -378,6 +379,6 @@ def _work(names: Sequence[str], microbatches: int, observed: bool) -> dict[str, 
     inputs = StepInputs(StepOptions(), plan, True, CallerContext.capture(), batch, 0)
     work = {}
     for stage, name in enumerate(names):
-        own = replace(inputs, batch=batch.only([stage], len(names) - 1))
+        own = replace(inputs, batch=batch.only([stage], Rows(len(names), len(names), (microbatches,))))
         work[name] = to_buffers(StepWork(own, 0, None, False, observed), "the mini-batch")
     return work

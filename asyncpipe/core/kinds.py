@@ -10,7 +10,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-__all__ = ["COMPUTE_KINDS", "COPY_KINDS", "INPUT_GRADIENT_KINDS", "RELEASING_KINDS", "SCHEDULED_KINDS", "TaskKind"]
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "COMPUTE_KINDS",
+    "COPY_KINDS",
+    "INPUT_GRADIENT_KINDS",
+    "RELEASING_KINDS",
+    "SCHEDULED_KINDS",
+    "TaskKind",
+]
 
 
 class TaskKind(StrEnum):
@@ -41,6 +49,10 @@ class TaskKind(StrEnum):
     """Copies what a forward keeps for its backward to the host's memory, and frees it on the device."""
     LOAD = "L", "load", "#b5d96b", "rail_load"
     """Brings back what O has offloaded."""
+    REDUCE = "A", "reduce", "#e6c229", "rail_response"
+    """Adds up one bucket of a stage's gradients over the replicas of the pipeline; each replica adds a part of it."""
+    GATHER = "G", "gather", "#d0d6a3", "rail_idle"
+    """Collects the parts of one bucket from all replicas: gradients, or the parameters that these have updated."""
 
     # The defaults are for type checkers, to which ``TaskKind("F")`` is a call of this, and not the look-up that it is.
     def __new__(cls, letter: str, word: str = "", colour: str = "", trace_colour: str = "") -> Self:
@@ -60,3 +72,5 @@ COPY_KINDS = (TaskKind.COPY, TaskKind.OFFLOAD, TaskKind.LOAD)
 """The kinds that move tensors, beside what their device computes."""
 RELEASING_KINDS = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
 """The kinds that are the last to use what a forward kept."""
+COLLECTIVE_KINDS = (TaskKind.REDUCE, TaskKind.GATHER)
+"""The kinds that every replica of a stage runs at about the same time, on what all of them have made."""

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from asyncpipe.core.compile_option import CompileOption
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
+from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
@@ -27,12 +28,15 @@ from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.host_optimizer import on_host
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.offloading import has_own_memory
+from asyncpipe.ops.execute.optimizer_shards import check_elementwise
+from asyncpipe.ops.execute.replica_sums import BUCKET_BYTES, ReplicaSums
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.cuda_graphs import StageCapturer
 from asyncpipe.ops.model.few_microbatches import FewMicrobatches
 from asyncpipe.ops.model.loss_watch import LossWatch
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
+from asyncpipe.ops.model.replicas import replicated
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.stage import Stage, StagedModel
 from asyncpipe.ops.model.stage_compiler import CallsStage, StageCompiler, check_compiler
@@ -82,10 +86,14 @@ class PipelineParts:
         """The unsplit model."""
         return self.staged.module
 
-    @property
-    def takes(self) -> Callable[[Arguments], dict[int, Any]]:
-        """Maps the arguments of a micro-batch to the values that each stage takes from the caller."""
-        return self.staged.caller_values
+    def taken(self, pieces: Sequence[Any]) -> list[dict[int, Any]]:
+        """What each stage takes of each micro-batch, from the caller."""
+        rows, found = self.rows(len(pieces)), []
+        for i, piece in enumerate(pieces):
+            first = rows.row_of(i) * rows.stages
+            values = self.staged.caller_values(Arguments.wrap(piece))
+            found.append({stage + first: value for stage, value in values.items()})
+        return found
 
     @property
     def checkpoint(self) -> CheckpointMode:
@@ -97,6 +105,10 @@ class PipelineParts:
         """Whether tasks run by executors of the caller's own, who may enter there what he has entered around steps."""
         pool = self.options.pool
         return self.options.executors is not None or (pool is not None and pool.has_executors)
+
+    def rows(self, microbatches: int) -> Rows:
+        """How a mini-batch of so many micro-batches is spread over the replicas."""
+        return Rows.of(Shape(len(self.staged.stages), microbatches, len(self.graphs.devices)), self.options.replicas)
 
     def check_model(self) -> None:
         """Raise ``OptionError`` if the stages are not what the model is now, or a cache of its weights is on."""
@@ -160,8 +172,11 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     names = [device.name for device in devices]
     if isinstance(model, StageFactory):
         staged = _built_stages(model, schedule, devices, options)
+    elif isinstance(model, StagedModel) and model.rows > 1:
+        staged = model  # As a worker gets it.
     else:
-        staged = _split_into_stages(model, schedule, len(devices), options)
+        staged = _split_into_stages(model, schedule, len(devices) // options.replicas, options)
+    rows = options.replicas
     _check_leaves(staged.module)
     _refuse_wrappers(staged.module)
     deferred = deferred_layers(staged.module)
@@ -170,10 +185,12 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
             "compile: deferred batch norms count in Python what they have gathered, so each micro-batch would be "
             "compiled anew; leave deferred_batch_norm or compile out"
         )
-    offload = () if options.offload is None else check_offload(options.offload, len(staged.stages))
-    graphs = GraphCache(schedule, names, Wiring(staged.links), len(staged.stages), offload)
+    offload = () if options.offload is None else check_offload(options.offload, len(staged.stages) // staged.rows)
+    if staged.rows != rows:
+        staged = replicated(staged, rows, tied=options.optimizer is None)
+    graphs = GraphCache(schedule, names, Wiring(staged.links, rows=rows), len(staged.stages), tuple(offload) * rows)
     checkpoint = CheckpointMode(options.checkpoint)
-    graph = graphs(options.microbatches, Phase.STEP, checkpoint, True)
+    graph = graphs(options.pieces, Phase.STEP, checkpoint, True)
     stages, ties = place(staged, graph.placement, devices)
     if compile_option is not None:
         if compile_option.cuda_graphs and any(True for _ in ties.all()):
@@ -184,13 +201,27 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
         stages = [_compiled(stage, compile_option) for stage in stages]
     updated = {} if options.optimizer is None else _updated(stages, ties)
     optimizers = _make_optimizers(stages, updated, options.optimizer, hosted=options.optimizer_on_host)
-    graphs.rewire(Wiring(staged.links, ties.links, tuple(updated)))
+    count = len(stages) // rows
+    sums = {
+        stage: ReplicaSums(stage, {row: updated[stage + row * count] for row in range(rows)}, BUCKET_BYTES)
+        for stage in updated
+        if rows > 1 and stage < count
+    }
+    reduces = tuple((stage, len(each.buckets)) for stage, each in sums.items())
+    updates = tuple(stage for stage in updated if stage < count)
+    shards = options.shard_optimizer and rows > 1
+    if shards and options.optimizer is not None:
+        check_elementwise(options.optimizer)
+        for stage, optimizer in optimizers.items():
+            hosted = options.optimizer_on_host and has_own_memory(stages[stage].device)
+            sums[stage % count].shard(stage // count, optimizer, hosted=hosted)
+    graphs.rewire(Wiring(staged.links, ties.links, updates, ties.statistics, reduces, shards, rows))
     here = [device for device in devices if not device.is_elsewhere]
-    streams = make_streams(here, graphs(options.microbatches, Phase.STEP, checkpoint, True).lanes)
+    streams = make_streams(here, graphs(options.pieces, Phase.STEP, checkpoint, True).lanes)
     parts = PipelineParts(
         options,
         staged,
-        StageResources(stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers, instruments),
+        StageResources(stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers, sums, instruments),
         graphs,
         deferred,
         PaddedLabels(),
@@ -249,10 +280,12 @@ def _built_stages(
             f"{factory} makes the batch norms: return asyncpipe.convert_deferred_batch_norm(module) from it, and leave "
             "deferred_batch_norm out"
         )
-    shape = Shape(count, options.microbatches, len(devices))
+    row = len(devices) // options.replicas
+    shape = Shape(count, options.microbatches, row)
     schedule.check(shape)
-    placement = checked_placement(schedule, shape, tuple(device.name for device in devices))
-    here = {stage for stage, device in enumerate(placement) if not devices[device].is_elsewhere}
+    placement = checked_placement(schedule, shape)
+    own = {place % row for place, device in enumerate(devices) if not device.is_elsewhere}
+    here = {stage for stage, place in enumerate(placement) if place in own}
     sequence = build_stages(factory, here)
     return stage_parts(sequence, split(sequence, [1] * count, count))
 

@@ -99,10 +99,10 @@ class PreparedCall(StepHere[Any]):
         batch: Any = arguments
         if len(arguments.args) == 1 and not arguments.kwargs and isinstance(arguments.args[0], Microbatches | UserDict):
             batch = keywords(arguments.args[0])
-        made = cut(batch, options.microbatches, dim=options.batch_dim)
+        made = cut(batch, options.pieces, dim=options.batch_dim)
         self._ready_made = made.ready_made
         pieces = [Arguments.wrap(piece) for piece in made.pieces]
-        takes = [parts.takes(piece) for piece in pieces]
+        takes = parts.taken(pieces)
         self._given = tensors_of(pieces)
         self._parameters = [parameter for parameter in parts.module.parameters() if parameter.requires_grad]
         """The parameters that gradients go to."""
@@ -141,6 +141,7 @@ class PreparedCall(StepHere[Any]):
             return self._finish(None)
 
     def _begin(self, *, in_line: bool = False) -> None:
+        self.parts.resources.begin_replicas()
         self.parts.resources.ties.refresh()
         if not inside_task():
             # The tasks of an abandoned backward may wait for the one that called.

@@ -325,10 +325,10 @@ class _BackwardPass:
         self._abandon.atexit = False
 
     def _open_given(self) -> None:
-        tables, last = self._forward.tensors, len(self._forward.parts.resources.stages) - 1
+        tables, rows = self._forward.tensors, self._forward.graph.rows
         given, self._given = self._given, []
         for microbatch, gradients, event in given:
-            tables.gradients[microbatch, CALLER, last] = list(gradients)
+            tables.gradients[microbatch, CALLER, rows.last_stage(microbatch)] = list(gradients)
             if event is not None:
                 tables.gradients_ready[microbatch] = event
             # The exits run from the last micro-batch to the first. One that was passed over has no gradient.

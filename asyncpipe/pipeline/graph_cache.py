@@ -7,6 +7,7 @@ by which it runs, here and in every worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
@@ -41,8 +42,9 @@ class GraphCache:
         stages: int,
         offload: Sequence[float] = (),
     ) -> None:
-        """``devices``: the names of the logical devices; ``offload`` as for ``lower``."""
-        self._devices = tuple(devices)
+        """``offload`` as for ``lower``."""
+        self.devices = tuple(devices)
+        """The names of the logical devices."""
         self._wiring = wiring
         self._stages = stages
         self._offload = tuple(offload)
@@ -82,8 +84,8 @@ class GraphCache:
         for stage, (here, there) in enumerate(zip(now.placement, then.placement, strict=True)):
             if here != there:
                 raise ScheduleError(
-                    f"schedule {schedule.name!r} places stage {stage} on {self._devices[there]}, but it is on "
-                    f"{self._devices[here]}, where {self.schedule.name!r} placed it, and stages stay where they are; "
+                    f"schedule {schedule.name!r} places stage {stage} on {self.devices[there]}, but it is on "
+                    f"{self.devices[here]}, where {self.schedule.name!r} placed it, and stages stay where they are; "
                     "make a new pipeline, or choose a schedule with the same placement"
                 )
         recent = dict(list(self._lowered.items())[1 - _KEPT :])
@@ -111,10 +113,10 @@ class GraphCache:
         wiring = self._wiring
         return lower(
             schedule,
-            Shape(self._stages, microbatches, len(self._devices)),
-            devices=self._devices,
+            Shape(self._stages, microbatches, len(self.devices)),
+            devices=self.devices,
             checkpoint=checkpoint,
             phase=phase,
-            wiring=wiring if update else Wiring(wiring.links, wiring.ties),
+            wiring=wiring if update else replace(wiring, updates=()),
             offload=self._offload,
         )

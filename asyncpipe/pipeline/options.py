@@ -41,7 +41,10 @@ class PipelineOptions(PoolOptions):
     """How a model is trained as a pipeline. Raises ``OptionError`` for values that are not allowed or not together."""
 
     microbatches: int
-    """Into how many micro-batches a mini-batch is cut; a mini-batch with fewer samples makes fewer."""
+    """Into how many micro-batches a mini-batch is cut, for each replica; one with fewer samples makes fewer."""
+    replicas: int = 1
+    """How many pipelines, each with devices of its own, train one model: the micro-batches of a mini-batch are spread
+    over them in order, and their gradients are summed."""
     balance: str | Sequence[int] = "auto"
     """Layers per stage, or ``"auto"``: with a ``sample`` the fastest by prediction, else parameters spread evenly. For
     a traced model, the number of stages that it was cut into per stage; ``"auto"`` without a ``sample`` is one each,
@@ -75,6 +78,9 @@ class PipelineOptions(PoolOptions):
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     """Makes a stage's optimizer from its parameters. The update is then a task of the step, which begins when the
     stage's last backward is done. ``Pipeline.optimizers`` has the optimizers by stage."""
+    shard_optimizer: bool = False
+    """Whether each replica updates a part of the parameters, and has the optimizer's states of that part alone. For
+    optimizers that update each element alone, as Adam does."""
     optimizer_on_host: bool = False
     """Whether these optimizers are in the host's memory, with their states, and update there: the stages' devices have
     parameters and gradients alone, which travel in each update. Changes nothing on CPUs."""
@@ -110,11 +116,14 @@ class PipelineOptions(PoolOptions):
     def __post_init__(self) -> None:
         PoolOptions.__post_init__(self)  # super() does not work in a dataclass with slots
         check_positive("microbatches", self.microbatches, MicrobatchError)
+        check_positive("replicas", self.replicas)
         if self.stages is not None:
             check_positive("stages", self.stages)
         check_choice("order", self.order, ("strict", "hint"))
         CheckpointMode.parse(self.checkpoint)
         check_choice("on_nan", self.on_nan, ("warn", "raise", "ignore"))
+        if self.shard_optimizer and self.optimizer is None:
+            raise OptionError("shard_optimizer is for the pipeline's own optimizers; give it an optimizer=")
         if self.optimizer_on_host and self.optimizer is None:
             raise OptionError("optimizer_on_host is for the pipeline's own optimizers; give it an optimizer=")
         if CompileOption.parse(self.compile) is not None and self.offload is not None:
@@ -154,6 +163,11 @@ class PipelineOptions(PoolOptions):
             )
 
     @property
+    def pieces(self) -> int:
+        """Into how many micro-batches a mini-batch is cut, for all replicas together."""
+        return self.microbatches * self.replicas
+
+    @property
     def is_auto(self) -> bool:
         """Whether the schedule or the balance is still to be chosen by measuring."""
         chosen = self.schedule == "auto" or self.offload == "auto"
@@ -188,5 +202,34 @@ class PipelineArguments(PipelineOptions):
     """An ``nn.Sequential``, a list of modules, or a module cut by ``asyncpipe.trace``. It is moved to the devices in
     place and stays the owner of its parameters. A parameter may be tied across stages and devices. A ``StageFactory``
     builds each stage in the process that has it."""
-    devices: Sequence[str | torch.device]
-    """Logical devices, e.g. ``["cuda:0", "cuda:1"]`` or ``["cpu:0", "cpu:1"]``; a device may be listed twice."""
+    devices: Sequence[str | torch.device] | Sequence[Sequence[str | torch.device]]
+    """Logical devices, e.g. ``["cuda:0", "cuda:1"]`` or ``["cpu:0", "cpu:1"]``; a device may be listed twice. With
+    replicas a list of lists, one for each, or all devices of the first replica, then those of the second …"""
+
+    @property
+    def flat_devices(self) -> list[str | torch.device]:
+        """The devices of all replicas, one replica after the other."""
+        flat: list[Any] = []
+        for row in self.devices:
+            flat += row if isinstance(row, list | tuple) else [row]
+        return flat
+
+    def by_row(self) -> Self:
+        """These arguments, with as many replicas as there are lists of devices.
+
+        Raises ``OptionError`` where the lists are not of one length, or not as many as ``replicas``.
+        """
+        lengths = [len(row) for row in self.devices if isinstance(row, list | tuple)]
+        if lengths and (len(lengths) != len(self.devices) or len(set(lengths)) > 1):
+            raise OptionError(
+                f"each replica needs a list of as many devices as the others, got {list(self.devices)}; give, for "
+                "instance, [['cuda:0', 'cuda:1'], ['cuda:2', 'cuda:3']]"
+            )
+        replicas = len(lengths) or self.replicas
+        if self.replicas not in (1, replicas):
+            raise OptionError(
+                f"replicas={self.replicas} does not go with {len(lengths)} lists of devices; leave it out"
+            )
+        if len(self.flat_devices) % replicas:
+            raise OptionError(f"{replicas} replicas cannot share {len(self.devices)} devices evenly; give each as many")
+        return replace(self, replicas=replicas)

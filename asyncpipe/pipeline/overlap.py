@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.ops.execute.host_optimizer import updated_by
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.pool import Tenancy
@@ -24,7 +24,9 @@ def why_alone(parts: PipelineParts, tenancy: Tenancy, graph: TaskGraph, *, train
         return "the devices have a policy that is not built in"
     if not training:
         return None
-    if not set(Wiring.chain(graph.shape.stages).links) <= set(graph.wiring.links):
+    rows = graph.rows
+    chain = {(stage, stage + 1) for stage in range(graph.shape.stages) if not rows.is_last(stage)}
+    if not chain <= set(graph.wiring.links):
         return "not every stage gets values from the one before it"
     updated = _updated(parts, graph)
     loss = parts.options.loss_fn

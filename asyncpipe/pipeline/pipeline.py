@@ -64,8 +64,9 @@ class Pipeline(ModelProxy):
         self._set_up(arguments)
 
     def _set_up(self, arguments: PipelineArguments) -> None:
+        arguments = arguments.by_row()
         pool = arguments.pool or DevicePool(**arguments.pool_options)
-        self.devices = pool.resolve(arguments.devices)
+        self.devices = pool.resolve(arguments.flat_devices)
         if arguments.offload is not None and not any(map(has_own_memory, self.devices)):
             _logger.warning("offload moves nothing here: the memory of the devices is the host's; leave it out on CPUs")
         arguments = resolve_auto(replace(arguments, feed=as_feed(arguments.feed)))
@@ -75,7 +76,7 @@ class Pipeline(ModelProxy):
         if isinstance(arguments.model, StagedModel):
             loss_fn = arguments.loss_fn or arguments.model.own_loss
             # Copies of the pipeline copy the stages that it has; the trace of a copy cannot be cut in another way.
-            staged = join_stages(arguments.model, len(self.devices), arguments)
+            staged = join_stages(arguments.model, len(self.devices) // arguments.replicas, arguments)
             arguments = replace(arguments, model=staged, balance="auto", loss_fn=loss_fn)
         here = self.devices if pool.workers is None else [device.elsewhere() for device in self.devices]
         parts = build(arguments.model, here, arguments)
@@ -178,13 +179,13 @@ class Pipeline(ModelProxy):
 
     @property
     def microbatches(self) -> int:
-        """Into how many micro-batches a large enough mini-batch is cut."""
+        """Into how many micro-batches a large enough mini-batch is cut, for each replica."""
         return self._parts.options.microbatches
 
     @property
     def graph(self) -> TaskGraph:
-        """The task graph of the next training step, if its mini-batch is cut into ``microbatches``."""
-        return self._parts.graphs(self.microbatches, Phase.STEP, self.checkpoint, True)
+        """The task graph of the next training step, if its mini-batch is cut into ``microbatches`` for each replica."""
+        return self._parts.graphs(self._parts.options.pieces, Phase.STEP, self.checkpoint, True)
 
     def change_schedule(self, schedule: str | Schedule, *, order: Literal["strict", "hint"] = "strict") -> None:
         """Follow another schedule from the next step on; a step under way keeps the old one.
@@ -194,7 +195,7 @@ class Pipeline(ModelProxy):
         """
         graphs = self._parts.graphs
         found, number = find_schedule(schedule, order=order), graphs.new_number()
-        graphs.add(number, found, self.microbatches, self.checkpoint)
+        graphs.add(number, found, self._parts.options.pieces, self.checkpoint)
         self._backend.add_schedule(number, found)
         graphs.number = number
         self._arguments = replace(self._arguments, schedule=schedule, order=order)
@@ -261,9 +262,13 @@ class Pipeline(ModelProxy):
 
     @property
     def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
-        """The optimizers of the stages, if the pipeline updates them. ``OptionError`` if these live in workers."""
+        """The optimizers of the stages, if the pipeline updates them; with replicas, those of the first.
+
+        Raises ``OptionError`` if they live in workers.
+        """
         self._backend.refuse("optimizers", "use optimizer_states(), and step(learning_rate=)")
-        return self._parts.resources.optimizers
+        count = len(self._parts.staged.stages) // self._parts.options.replicas
+        return {stage: each for stage, each in self._parts.resources.optimizers.items() if stage < count}
 
     @property
     def observers(self) -> list[Observer]:

@@ -153,7 +153,7 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
     overlap = arguments.optimizer is not None and not arguments.deferred_batch_norm
     plan = choose(
         arguments.model,
-        arguments.devices,
+        arguments.flat_devices[: len(arguments.flat_devices) // arguments.replicas],
         sample,
         arguments.microbatches,
         schedules=None if arguments.schedule == "auto" else [arguments.schedule],

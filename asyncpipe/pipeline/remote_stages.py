@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, NamedTuple, TypeVar
@@ -82,9 +83,9 @@ class RemoteStages(StagesHere):
         """By worker: its stages."""
         for stage in parts.resources.stages:
             self._owned[self._worker_of[stage.device.name]].append(stage.index)
-        stages = parts.resources.stages
-        ends = self._worker_of[stages[0].device.name], self._worker_of[stages[-1].device.name]
-        self._fed_workers = tuple(dict.fromkeys(ends))
+        count = len(parts.staged.stages) // parts.options.replicas
+        ends = [each for each in parts.resources.stages if each.position in (0, count - 1)]
+        self._fed_workers = tuple(dict.fromkeys(self._worker_of[stage.device.name] for stage in ends))
         """Where a feed makes mini-batches."""
         self._fetches: dict[int, asyncio.Task[CutInputs]] = {}
         """A mini-batch that is being made, by its number."""
@@ -206,7 +207,9 @@ class RemoteStages(StagesHere):
     def _pairs(self) -> list[tuple[int, int]]:
         """The edges that steps need: both ways between the workers of stages that exchange something."""
         numbers = [self._workers.numbers[self._worker_of[stage.device.name]] for stage in self._parts.resources.stages]
-        ends = (*self._parts.staged.links, *self._parts.resources.ties.links)
+        rows = self._parts.rows(self._parts.options.pieces)
+        replicas = [(a, b) for stage in self._parts.resources.sums for a, b in combinations(rows.replicas(stage), 2)]
+        ends = (*self._parts.staged.links, *self._parts.resources.ties.links, *replicas)
         found = {(numbers[a], numbers[b]) for a, b in ends if numbers[a] != numbers[b]}
         return sorted(found | {(b, a) for a, b in found})
 
@@ -233,10 +236,11 @@ class RemoteStages(StagesHere):
         """What each worker needs for a step, on the caller's thread. Raises ``OptionError`` for what cannot be sent."""
         settings = ProcessSettings.current()
         others = None if settings == _USUAL_SETTINGS else settings
-        last, batch = self._parts.resources.stages[-1].index, inputs.batch
+        batch = inputs.batch
+        rows = self._parts.rows(len(batch.sizes))
         work: dict[str, Sequence[PickleBuffer]] = {}
         for name, stages in self._owned.items():
-            own = batch.only(stages, last, batch.number if name in self._fed_workers else None)
+            own = batch.only(stages, rows, batch.number if name in self._fed_workers else None)
             part = StepWork(
                 replace(inputs, batch=own), self._epoch, others, overlaps, bool(self._tenant.observers.shown)
             )
@@ -311,11 +315,14 @@ class RemoteStages(StagesHere):
         results: list[PartResult] = [
             from_buffers(each.result) for each in execution.ended.values() if each.result is not None
         ]
-        nothing = Scalars.of({})
+        if len(ends := [each for each in results if each.losses.keys or each.outputs]) == 1:
+            losses, counts, _, outputs = ends[0]
+        else:  # Each replica has some of the micro-batches.
+            losses = Scalars.of({i: loss for each in ends for i, loss in each.losses.tensors().items()})
+            counts = Scalars.of({i: count for each in ends for i, count in each.counts.tensors().items()})
+            outputs = {i: output for each in ends for i, output in each.outputs.items()}
         norms = {stage: norm for result in results for stage, norm in result.gradient_norms.tensors().items()}
-        last = next((each for each in results if each.losses.keys or each.outputs), None)
-        last = last or PartResult(nothing, nothing, nothing, ())
-        return last._replace(gradient_norms=Scalars.of(dict(sorted(norms.items()))))
+        return PartResult(losses, counts, Scalars.of(dict(sorted(norms.items()))), outputs)
 
     def settle(self, execution: PartsExecution, *, keep: bool) -> None:
         """Tell the workers to keep what the step has left, or to undo it. From any thread."""
@@ -337,7 +344,7 @@ class RemoteStages(StagesHere):
         )
 
     def check_feed(self) -> None:
-        if self._parts.takes is not all_to_first:
+        if self._parts.staged.caller_values is not all_to_first:
             raise OptionError(
                 "several stages of a traced model may take something of a mini-batch, which only this process knows; "
                 "leave feed out and give mini-batches to step, give a list of stages, or use workers='threads'"

@@ -80,11 +80,13 @@ class StagesHere:
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """What the optimizers remember, by name of the parameter."""
-        return optimizer_states(self._parts.resources.optimizers.values(), self._parts.module)
+        resources = self._parts.resources
+        return optimizer_states(resources.optimizers.values(), self._parts.module, resources.ties.twins)
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the optimizers what to remember, by name of the parameter."""
-        load_optimizer_states(self._parts.resources.optimizers.values(), self._parts.module, states)
+        resources = self._parts.resources
+        load_optimizer_states(resources.optimizers.values(), self._parts.module, states, resources.ties.twins)
 
 
 class StagesToCome(StagesHere):

@@ -171,6 +171,8 @@ class PreparedStep(StepHere[StepResult]):
         resources = self.parts.resources
         if self._guards_gradients:
             resources.guard.enter(owner=self, member=self)
+        if not in_line:  # Otherwise an earlier step may be updating the parameters.
+            resources.begin_replicas()
         resources.ties.refresh()
         self._tensors.caller_ready = self._fence.begin()
         if self._guards_gradients:
@@ -205,5 +207,6 @@ class PreparedStep(StepHere[StepResult]):
                 self.parts.resources.guard.commit()
             self._has_set_gradients_aside = False
             self.parts.resources.guard.leave(self)
+        self.parts.resources.ties.twins.updated()
         self.parts.commit_statistics()
         self._tensors.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.errors import BatchError, LossError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
@@ -68,13 +69,13 @@ class CutInputs:
         """``x`` and ``target`` in micro-batches. Raises ``BatchError``."""
         options = parts.options
         target = target_of(parts, x, target) if has_loss else target
-        pieces = cut(keywords(x), options.microbatches, dim=options.batch_dim).with_samples()
+        pieces = cut(keywords(x), options.pieces, dim=options.batch_dim).with_samples()
         targets = () if target is NO_TARGET else cut_alike(target, pieces, dim=options.batch_dim)
         means = has_loss and options.loss_fn is not None and options.loss_reduction == "mean"
         return cls(
             pieces.sizes,
             pieces.ready_made,
-            [parts.takes(Arguments.wrap(piece)) for piece in pieces.pieces],
+            parts.taken(pieces.pieces),
             targets,
             target is not NO_TARGET,
             means and any(parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)),
@@ -87,10 +88,12 @@ class CutInputs:
         assert isinstance(feed, Feed)
         return cls.of(parts, *feed.batch(number), has_loss=True)
 
-    def only(self, stages: Collection[int], last: int, number: int | None = None) -> CutInputs:
-        """What ``stages`` take of it, the ``last`` one of the model the targets; it is that of step ``number``."""
+    def only(self, stages: Collection[int], rows: Rows, number: int | None = None) -> CutInputs:
+        """What ``stages`` take of it, the last ones of their rows the targets; it is that of step ``number``."""
         takes = [{stage: value for stage, value in each.items() if stage in stages} for each in self.takes]
-        return replace(self, takes=takes, targets=self.targets if last in stages else (), number=number)
+        takers = [rows.last_stage(i) in stages for i in range(len(self.targets))]
+        targets = [target if takes_it else None for target, takes_it in zip(self.targets, takers, strict=True)]
+        return replace(self, takes=takes, targets=targets if any(takers) else (), number=number)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: values that lie behind each other in memory as one."""
@@ -150,7 +153,7 @@ class StepInputs:
                 raise BatchError("loss_fn compares an output with a target, and none was given; give step(x, target)")
             batch = CutInputs.of(parts, x, target, has_loss=has_loss)
             if training:
-                parts.few_microbatches.saw(batch.sizes, options.microbatches, ready_made=batch.ready_made)
+                parts.few_microbatches.saw(batch.sizes, options.pieces, ready_made=batch.ready_made)
         plan = _make_plan(parts, batch.sizes, step, training=training, has_loss=has_loss)
         return cls(step, plan, has_loss, context, batch, parts.graphs.number)
 

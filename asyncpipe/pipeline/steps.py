@@ -151,6 +151,7 @@ class StepRun:
         if not self.under_way:
             self.check()
             self._parts.between_steps.owner = self
+            self._parts.resources.begin_replicas()
             if step.inputs.training:
                 guard = self._parts.resources.guard
                 try:

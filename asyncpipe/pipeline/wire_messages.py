@@ -156,4 +156,5 @@ class PartResult(NamedTuple):
     counts: Scalars
     gradient_norms: Scalars
     """By stage."""
-    outputs: Sequence[Any]
+    outputs: Mapping[int, Any]
+    """By micro-batch."""

@@ -30,7 +30,8 @@ class StepAdmissions:
         self._rule = graph.rule
         self._graph = graph
         self._left = [list(loads) for loads in self._rule.loads]
-        self._next = [0] * len(graph.devices)
+        self._next = [next((i for i, load in enumerate(loads) if load), 0) for loads in self._left]
+        """The next micro-batch of each device, whose row may begin with a later one."""
         self._waiting: list[dict[int, list[int]]] = [{} for _ in graph.devices]
         self.live = [0] * len(graph.devices)
         """How many micro-batches each device holds."""

@@ -26,6 +26,14 @@ and S adds it to the owner's. U updates a stage when its gradients are complete:
               C(owner>user)                               ▲
     user      └──▶ F(first,user)  …  B(last,user) ──C(user>owner)
 
+Where the pipeline has replicas (``rows.py``) that update the parameters themselves, A(j,k) adds up in one replica its
+part of bucket k of stage j's gradients, and G(j,k) gathers the parts of all. That is a reduce-scatter and an
+all-gather, made of tasks. With shards each replica updates its parts, and the parameters are gathered instead::
+
+    replica 0     B(last,0) ──┬──▶ A(0,k) ──┬──▶ G(0,k) ──▶ U(0)        ──▶ A(0,k) ──▶ U(0) ──┬──▶ G(0,k)
+                              ╪             ╪                      with shards                ╪
+    replica 1     B(last,2) ──┴──▶ A(2,k) ──┴──▶ G(2,k) ──▶ U(2)        ──▶ A(2,k) ──▶ U(2) ──┴──▶ G(2,k)
+
 What F(i,j) keeps may be offloaded to the host until its backward (``offload.py`` says of which micro-batches). O(i,j)
 copies it while the next action runs, and what comes after that waits for O, since it gets the memory. L(i,j) brings it
 back while the last action before the backward (or before R(i,j), which reads it then) runs::
@@ -36,7 +44,7 @@ back while the last action before the backward (or before R(i,j), which reads it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -44,6 +52,7 @@ from typing import Any, NamedTuple
 
 from asyncpipe.core.checks import check_choice
 from asyncpipe.core.graph.offload import AHEAD, HOLD, offloaded
+from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, Rule, TaskGraph, Wiring
 from asyncpipe.core.kinds import COPY_KINDS, INPUT_GRADIENT_KINDS, SCHEDULED_KINDS, TaskKind
@@ -56,9 +65,10 @@ __all__ = ["CheckpointMode", "lower"]
 _F, _R, _B, _C = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 _O, _L = TaskKind.OFFLOAD, TaskKind.LOAD
-_COMPUTE, _COPY_IN, _GRAD_IN, _OFFLOAD, _LOAD = range(len(Queue))
-_USUAL_QUEUES = tuple(Queue)[:_OFFLOAD]
-"""Those of graphs that offload nothing."""
+_A, _G, _U = TaskKind.REDUCE, TaskKind.GATHER, TaskKind.UPDATE
+_USUAL_QUEUES = (Queue.COMPUTE, Queue.COPY_IN, Queue.GRAD_IN)
+"""Those of graphs that offload nothing and have no replicas."""
+_QUEUE_OF = {_O: Queue.OFFLOAD, _L: Queue.LOAD, _A: Queue.REDUCE}
 
 
 class CheckpointMode(StrEnum):
@@ -100,12 +110,21 @@ def lower(
     names the device and the action, if an action is missing, duplicate, out of place or on the wrong device, or if the
     schedule deadlocks; also for a ruled schedule that is to offload, since only an order tells what waits how long.
     """
-    with blaming(f"schedule {schedule.name!r}: check"):
-        schedule.check(shape)
+    wiring = wiring or Wiring.chain(shape.stages)
+    rows = Rows.of(shape, wiring.rows)
     names = tuple(devices) if devices is not None else tuple(f"dev:{r}" for r in range(shape.devices))
-    placement = checked_placement(schedule, shape, names)
-    builder = _Builder(schedule, shape, placement, checkpoint, phase, wiring or Wiring.chain(shape.stages))
-    orders = list(_orders(schedule, shape, placement, phase))
+    if not len(names) == len(set(names)) == shape.devices:
+        raise ScheduleError(f"got the device names {list(names)}, expected {shape.devices} different ones")
+    placement: tuple[int, ...] = ()
+    orders: list[Sequence[Action]] = []
+    for row, one in rows.shapes():
+        with blaming(f"schedule {schedule.name!r}: check"):
+            schedule.check(one)
+        places = checked_placement(schedule, one)
+        orders += [[rows.in_graph(action, row) for action in order] for order in _orders(schedule, one, places, phase)]
+        placement = placement or places
+    placement = tuple(place + row * rows.devices for row in range(len(rows)) for place in placement)
+    builder = _Builder(schedule, shape, placement, checkpoint, phase, wiring)
     builder.add_actions(orders)
     if any(offload) and phase is Phase.STEP:
         if isinstance(schedule, RuledSchedule):
@@ -170,8 +189,11 @@ class _Builder:
 
     def __post_init__(self) -> None:
         m, stages = self.shape.microbatches, self.shape.stages
+        self._rows = Rows.of(self.shape, self.wiring.rows)
         self._ruled = self.schedule if isinstance(self.schedule, RuledSchedule) and self.phase is Phase.STEP else None
-        self._recomputed = [self.phase is not Phase.FORWARD and self.checkpoint.recomputes(i, m) for i in range(m)]
+        self._recomputed = [
+            self.phase is not Phase.FORWARD and self.checkpoint.recomputes(*self._rows.place(i)) for i in range(m)
+        ]
         self._kinds: list[TaskKind] = []
         self._microbatches: list[int] = []
         self._stages: list[int] = []
@@ -188,15 +210,27 @@ class _Builder:
         """The first action of each stage; in a ruled schedule, all its forwards."""
         self._last: dict[int, list[int]] = {}
         """The last action of each stage; in a ruled schedule, all that compute gradients of its parameters."""
+        self._buckets: dict[int, int] = {}
+        """Of each A and G."""
         self._sums: dict[int, int] = {}
         """S of each stage that owns tied parameters."""
         self._to_order: dict[int, list[_OrderedCopy]] = {}
         """The copies of each lane, by its position, that gets copies from several devices in an ordered schedule."""
-        self._queues = _USUAL_QUEUES
+        self._queues = _USUAL_QUEUES + ((Queue.REDUCE,) if self.wiring.reduces else ())
         self._places: dict[int, float] = {}
         """The place of copies in the order of their lane, from 0 to below 1."""
 
-    def _add(self, kind: TaskKind, i: int, j: int, dependencies: Iterable[int], source: int | None = None) -> int:
+    def _add(
+        self,
+        kind: TaskKind,
+        i: int,
+        j: int,
+        dependencies: Iterable[int],
+        source: int | None = None,
+        bucket: int | None = None,
+    ) -> int:
+        if bucket is not None:
+            self._buckets[len(self._kinds)] = bucket
         self._kinds.append(kind)
         self._microbatches.append(i)
         self._stages.append(j)
@@ -235,7 +269,7 @@ class _Builder:
 
     def add_offloads(self, order: Sequence[Action], chosen: Collection[tuple[int, int]]) -> None:
         """Add O and L of the ``chosen`` (micro-batch, stage) of a device, whose actions are in ``order``."""
-        self._queues = tuple(Queue)
+        self._queues = tuple(queue for queue in Queue if queue in (*self._queues, Queue.OFFLOAD, Queue.LOAD))
         action_of = {_F: self._forward, _B: self._backward, _I: self._backward}
         at = {(kind is _F, i, j): k for k, (kind, i, j) in enumerate(order) if kind is not _W}
         tasks = [action_of[kind][j][i] if kind is not _W else self._weight[j, i] for kind, i, j in order]
@@ -260,34 +294,68 @@ class _Builder:
 
     def add_ends(self) -> None:
         """Add the S and U tasks, which wait for a stage's last backward. Call it after ``add_actions``."""
-        if self.phase is Phase.FORWARD:
-            return
         ends = dict(self._last)
-        for owner, _ in self.wiring.ties:
-            if owner not in self._sums:
+        for owner, user in self.wiring.ties:
+            if user in self._last and owner not in self._sums and self._comes_back(owner, user):
                 self._sums[owner] = self._add(TaskKind.SUM, WHOLE_STEP, owner, self._last[owner])
                 ends[owner] = [self._sums[owner]]
-        if self.phase is Phase.STEP:
-            for stage in self.wiring.updates:
-                self._add(TaskKind.UPDATE, WHOLE_STEP, stage, ends[stage])
+        updates = self.wiring.updates if self.phase is Phase.STEP else ()
+        replicated = [stage for stage, _ in self.wiring.reduces]
+        if self.phase is not Phase.FORWARD:
+            for stage, buckets in self.wiring.reduces:
+                self._add_reduction(stage, range(buckets), ends, updates=stage in updates)
+        for stage in updates:
+            if stage not in replicated:
+                self._add(_U, WHOLE_STEP, stage, ends[stage])
+
+    def _add_reduction(
+        self, stage: int, buckets: Iterable[int], ends: Mapping[int, Iterable[int]], *, updates: bool
+    ) -> None:
+        """Add what reduces the gradients of ``stage`` of row 0 and its replicas, and updates these.
+
+        Without updates the sum of all rows is for the caller, so row 0 alone gathers it.
+        """
+        replicas = range(stage, self.shape.stages, self._rows.stages)
+        complete = [task for replica in replicas for task in ends.get(replica, ())]
+        parts = {
+            replica: [self._add(_A, WHOLE_STEP, replica, complete, bucket=k) for k in buckets] for replica in replicas
+        }
+        if updates and self.wiring.shards:
+            updated = [self._add(_U, WHOLE_STEP, replica, parts[replica]) for replica in replicas]
+            for replica in replicas:
+                for k in buckets:
+                    self._add(_G, WHOLE_STEP, replica, updated, bucket=k)
+            return
+        for replica in replicas if updates else replicas[:1]:
+            gathered = [
+                self._add(_G, WHOLE_STEP, replica, [parts[other][k] for other in replicas], bucket=k) for k in buckets
+            ]
+            if updates:
+                self._add(_U, WHOLE_STEP, replica, gathered)
+
+    def _comes_back(self, owner: int, user: int) -> bool:
+        """Whether ``user`` sends something to the ``owner`` of what it shares, at its end."""
+        return self.phase is not Phase.FORWARD or (owner, user) in self.wiring.statistics
 
     def add_transfers(self) -> None:
         """Add the data edges between stages, with copies where the device changes. Call it last."""
         if self._ruled is None:
             self._to_order = self._lanes_to_order()
         for source, user in self.wiring.links:
-            for i in range(self.shape.microbatches):
+            for i in self._rows.microbatches_of(self._rows.stage_row(source)):
                 if self.phase is not Phase.BACKWARD:
                     self._transfer(i, source, user, self._forward)
                 if self.phase is not Phase.FORWARD:
                     self._transfer(i, user, source, self._backward)
         self._order_copies()
         for owner, user in self.wiring.ties:
+            if user not in self._first:  # A row without a micro-batch.
+                continue
             if self.phase is not Phase.BACKWARD:
                 values = self._add(_C, WHOLE_STEP, user, (), owner)
                 for first in self._first[user]:
                     self._depend(first, values)
-            if self.phase is not Phase.FORWARD:
+            if self._comes_back(owner, user):
                 self._depend(self._sums[owner], self._add(_C, WHOLE_STEP, owner, self._last[user], user))
 
     def _transfer(self, i: int, source: int, stage: int, table: list[list[int]]) -> None:
@@ -358,6 +426,7 @@ class _Builder:
                     lanes[lane_of[task]],
                     cycles[index],
                     self._sources[index],
+                    self._buckets.get(index),
                 )
                 for task, index in enumerate(by_number)
             ]
@@ -375,13 +444,17 @@ class _Builder:
             remote_dependents=tuple(remote),
             lanes=lanes,
             lane_of=tuple(lane_of),
-            gates=tuple([number[index] for index in self._backward[-1]]) if self.phase is Phase.BACKWARD else (),
+            gates=tuple(
+                [number[self._backward[self._rows.last_stage(i)][i]] for i in range(self.shape.microbatches)]
+                if self.phase is Phase.BACKWARD
+                else []
+            ),
             rule=None if self._ruled is None else self._rule(self._ruled, tasks),
         )
 
     def _rule(self, schedule: RuledSchedule, tasks: tuple[Task, ...]) -> Rule:
         """The schedule's answers that do not depend on what is in flight."""
-        shape = self.shape
+        shape, rows = self.shape, self._rows
         ranked: list[tuple[Any, int]] = []
         unranked: list[int] = []
         loads = [[0] * shape.microbatches for _ in range(shape.devices)]
@@ -397,7 +470,7 @@ class _Builder:
             ranks=tuple(_inverse(by_rank)),
             by_rank=tuple(by_rank),
             loads=tuple(map(tuple, loads)),
-            admit=lambda action, live: schedule.admit(action, live, shape),
+            admit=lambda action, live: _admits(schedule, rows, action, live),
             ahead=schedule.ahead,
         )
 
@@ -405,15 +478,16 @@ class _Builder:
         i, j = task.microbatch, task.stage
         action = Action(self._kinds[self._backward[j][i]] if task.kind is _R else task.kind, i, j)
         with blaming(lambda: f"schedule {self.schedule.name!r}: priority of {action}"):
-            return schedule.priority(action, self.shape)
+            return schedule.priority(*self._rows.in_row(action))
 
     def _lane(self, stage: int, source: int | None, kind: TaskKind = _C) -> int:
         """The position of a task's lane: the queues of device 0, then those of device 1 …"""
-        queue = _COMPUTE
         if source is not None:
-            queue = _COPY_IN if source < stage else _GRAD_IN
-        elif kind is _O or kind is _L:
-            queue = _OFFLOAD if kind is _O else _LOAD
+            queue = 1 if source < stage else 2  # ``_USUAL_QUEUES`` are always there.
+        elif kind in _QUEUE_OF:
+            queue = self._queues.index(_QUEUE_OF[kind])
+        else:
+            queue = 0
         return self.placement[stage] * len(self._queues) + queue
 
     def _cycles(self) -> list[int]:
@@ -452,6 +526,11 @@ class _Builder:
         names = [str(Action(self._kinds[k], self._microbatches[k], self._stages[k])) for k in (*circle, circle[0])]
         device = self.placement[self._stages[circle[0]]]
         return f"schedule {self.schedule.name!r} deadlocks: on device {device}, {', which waits for '.join(names)}"
+
+
+def _admits(schedule: RuledSchedule, rows: Rows, action: Action, live: int) -> bool:
+    own, shape = rows.in_row(action)
+    return schedule.admit(own, live, shape)
 
 
 def _with(dependencies: tuple[int, ...], dependency: int) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ one dependency that crosses, named by its two tasks in numbers of the whole grap
     part of cpu:0    F(0,0) ─▶ departure  (C(0,0>1), F(0,0)), with tensors
     part of cpu:1              arrival    (C(0,0>1), F(0,0)) opens a gate ─▶ C(0,0>1) ─▶ F(0,1)
 
-Tensors cross only to a copy: it runs where they go. Other dependencies that cross are mere order: under a rule R(i,j)
-waits for the task that makes its gradient. A copy of tied parameters waits for no task, since they are complete when
-the step begins; its message is named by ``BEGINNING``, and leaves when the step begins at the owner.
+Tensors cross only to a copy, or to what replicas reduce and gather: it runs where they go. Other dependencies that
+cross are mere order: under a rule R(i,j) waits for the task that makes its gradient. A copy of tied parameters waits
+for no task, since they are complete when the step begins; its message is named by ``BEGINNING``, and leaves when the
+step begins at the owner.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Rule, TaskGraph
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COLLECTIVE_KINDS, TaskKind
 from asyncpipe.errors import DeviceError
 
 __all__ = ["BEGINNING", "Departure", "Part", "owner_of", "part"]
@@ -138,8 +139,12 @@ def owner_of(graph: TaskGraph, task: Task) -> int | None:
 
 
 def _departure(graph: TaskGraph, task: int, dependency: int, own: Mapping[int, int]) -> Departure:
-    device, tensors = graph.tasks[task].lane.device, graph.tasks[task].kind is TaskKind.COPY
-    return Departure(device, task, dependency, tensors, sum(before in own for before in graph.dependencies[task]))
+    waiting = graph.tasks[task]
+    among = [before for before in graph.dependencies[task] if before in own]
+    if waiting.kind in COLLECTIVE_KINDS:  # Each replica sends what it has.
+        among = [before for before in among if graph.tasks[before].stage == graph.tasks[dependency].stage]
+    tensors = waiting.kind in (TaskKind.COPY, *COLLECTIVE_KINDS)
+    return Departure(waiting.lane.device, task, dependency, tensors, len(among))
 
 
 def _renumbered(

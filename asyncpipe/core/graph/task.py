@@ -20,6 +20,7 @@ class Queue(StrEnum):
     Activations and gradients arrive in separate queues, so that the copy of a gradient, which a backward waits for,
     never queues behind the copy of an activation that is not needed yet. What is offloaded to the host and loaded again
     has two queues of its own: the two directions of a bus are independent. Only graphs that offload have these lanes.
+    What replicas of a stage add up and gather has another, in graphs with replicas.
     """
 
     COMPUTE = "compute"
@@ -27,6 +28,7 @@ class Queue(StrEnum):
     GRAD_IN = "grad-in"
     OFFLOAD = "offload"
     LOAD = "load"
+    REDUCE = "reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,21 @@ class Task(NamedTuple):
     lane: Lane
     cycle: int
     source: int | None = None
+    bucket: int | None = None
+    """The part of a stage's parameters that A and G are about."""
 
     @property
     def id(self) -> str:
         """``F(1,2)`` is the forward of micro-batch 1 at stage 2; ``C(1,2>3)`` copies its output on to stage 3.
 
-        A task of the whole step has no micro-batch: ``U(2)`` updates stage 2, ``C(0>3)`` copies tied parameters.
+        A task of the whole step has no micro-batch: ``U(2)`` updates stage 2, ``C(0>3)`` copies tied parameters, and
+        ``A(2,0)`` adds up the first bucket of stage 2.
         """
         place = str(self.stage) if self.source is None else f"{self.source}>{self.stage}"
         if self.microbatch != WHOLE_STEP:
             place = f"{self.microbatch},{place}"
+        elif self.bucket is not None:
+            place = f"{place},{self.bucket}"
         return f"{self.kind.value}({place})"
 
     @property

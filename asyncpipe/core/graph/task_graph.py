@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.kinds import COMPUTE_KINDS, INPUT_GRADIENT_KINDS, RELEASING_KINDS, TaskKind
 from asyncpipe.core.schedules.protocol import Action, Shape
@@ -34,6 +35,15 @@ class Wiring:
     """(owner, user) where a stage uses replicas of parameters that a stage on another device owns."""
     updates: tuple[int, ...] = ()
     """Stages whose optimizer runs as a task of the step."""
+    statistics: tuple[tuple[int, int], ...] = ()
+    """Those of ``ties`` where a forward changes something at the user that the owner is told of."""
+    reduces: tuple[tuple[int, int], ...] = ()
+    """(stage of row 0, number of buckets) where each replica keeps the parameters and has an optimizer of its own."""
+    shards: bool = False
+    """Whether each replica updates a part of each bucket, and parameters are gathered; or all of it, from gradients
+    that are gathered."""
+    rows: int = 1
+    """How many replicas of the pipeline there are (``rows.py``). Links do not lead from one to another; ties do."""
 
     @classmethod
     def chain(cls, stages: int) -> Wiring:
@@ -108,6 +118,16 @@ class TaskGraph:
     graph of a backward, gate i holds the task that waits for the caller's gradient of micro-batch i."""
     rule: Rule | None = None
     """For a ruled schedule; with an ordered one, the order edges decide."""
+
+    @property
+    def rows(self) -> Rows:
+        """The replicas of the pipeline."""
+        return Rows.of(self.shape, self.wiring.rows)
+
+    @property
+    def updates(self) -> bool:
+        """Whether optimizers run as tasks."""
+        return self.phase is Phase.STEP and bool(self.wiring.updates)
 
     @property
     def training(self) -> bool:

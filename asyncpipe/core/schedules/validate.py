@@ -30,12 +30,10 @@ def blaming(where: str | Callable[[], str]) -> Iterator[None]:
         raise ScheduleError(f"{place} raised {type(error).__name__}: {error}") from error
 
 
-def checked_placement(schedule: Schedule, shape: Shape, names: tuple[str, ...]) -> tuple[int, ...]:
-    """The device index of each stage, each in range; ``names`` are those of the devices."""
+def checked_placement(schedule: Schedule, shape: Shape) -> tuple[int, ...]:
+    """The device index of each stage, each in range."""
     with blaming(f"schedule {schedule.name!r}: placement"):
         placement = tuple(schedule.placement(shape))
-    if not len(names) == len(set(names)) == shape.devices:
-        raise ScheduleError(f"got the device names {list(names)}, expected {shape.devices} different ones")
     if len(placement) != shape.stages:
         raise ScheduleError(
             f"schedule {schedule.name!r} places {len(placement)} stages, on devices {list(placement)}; the step has "

@@ -34,6 +34,8 @@ from asyncpipe.ops.execute.host_optimizer import update, updated_by
 from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.offloading import OffloadedGraph
 from asyncpipe.ops.execute.optimizer_states import set_learning_rate
+from asyncpipe.ops.execute.reductions import Reductions
+from asyncpipe.ops.execute.replica_sums import ReplicaSums
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.execute.surroundings import Surroundings
 from asyncpipe.ops.model.stage import Stage
@@ -53,7 +55,15 @@ class StageResources:
     guard: GradientGuard
     optimizers: Mapping[int, torch.optim.Optimizer]
     """By stage; one for each stage that is updated inside the step."""
+    sums: Mapping[int, ReplicaSums]
+    """By position of a stage in its row, where replicas update parameters of their own."""
     instruments: Instruments
+
+    def begin_replicas(self) -> None:
+        """No step runs, and one is about to begin: have the stages of later rows as those of row 0."""
+        self.ties.begin()
+        for each in self.sums.values():
+            each.begin()
 
 
 _NOTHING = nullcontext()
@@ -101,6 +111,8 @@ class Binder:
         """Of the graph's lanes."""
         self._on_host = all(isinstance(stream, CpuStream) for stream in resources.streams.values())
         """Whether there is no other device than the CPU."""
+        self._rows = graph.rows
+        self._reductions = Reductions(graph, tensors, resources.sums, resources.guard)
         self._gates = frozenset(graph.gates)
         self._crossings = crossings
 
@@ -139,6 +151,10 @@ class Binder:
             return self._compute_of.weight_gradient
         if kind is TaskKind.SUM:
             return self._sum
+        if kind is TaskKind.REDUCE:
+            return self._reduce
+        if kind is TaskKind.GATHER:
+            return self._reductions.gather
         assert kind is TaskKind.UPDATE, "copies compute nothing"
         return self._update
 
@@ -247,14 +263,8 @@ class Binder:
         if task.is_gradient_copy:
             gradients = arrived or self._resources.ties.pop_gradients(task.stage, source)
             return gradients, partial(self._tensors.tied_gradients.__setitem__, (source, task.stage))
-        replicas = self._resources.ties.between(source, task.stage)
-
-        def put(moved: list[Tensor | None]) -> None:
-            for replica, values in zip(replicas, moved, strict=True):
-                assert values is not None
-                replica.tensor.data = values
-
-        return arrived or self._resources.ties.values(source, task.stage), put
+        ties = self._resources.ties
+        return arrived or ties.values(source, task.stage), partial(ties.take, source, task.stage)
 
     def _await_dependencies(self, task: Task, stream: LaneStream) -> None:
         """Make ``stream`` wait for the task's dependencies.
@@ -288,15 +298,22 @@ class Binder:
         with torch.no_grad():
             self._resources.ties.sum_gradients(task.stage, self._tensors.tied_gradients)
 
+    def _reduce(self, task: Task) -> None:
+        """Add up the own part of a bucket over the replicas."""
+        self._reductions.reduce(task, [not stage.device.is_elsewhere for stage in self._resources.stages])
+
     def _update(self, task: Task) -> None:
         """Run the stage's optimizer on its complete gradients, and clear them."""
         self._pause_draws(task)
         optimizer = self._resources.optimizers[task.stage]
         parameters = updated_by(optimizer)
         with torch.no_grad(), self._beside_counts(task):
-            normalize(parameters, self._tensors)
-            self._resources.guard.commit_some(parameters)
-            if self._plan.gradient_norms:
+            if self._reductions.has(task.stage):
+                self._reductions.begin_update(task.stage)
+            else:
+                normalize(parameters, self._tensors)
+                self._resources.guard.commit_some(parameters)
+            if self._plan.gradient_norms and (self._graph.wiring.shards or not self._rows.stage_row(task.stage)):
                 gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 self._tensors.gradient_norms[task.stage] = nn.utils.get_total_norm(gradients)
         if self._plan.learning_rate is not None:
@@ -313,9 +330,12 @@ class Binder:
             yield
             return
         side = AcceleratorStream(counts[0].device)
-        last = len(self._resources.stages) - 1
         for counted in self._graph.tasks:
-            if counted.kind is TaskKind.FORWARD and counted.stage == last and counted.number in self._events:
+            if (
+                counted.kind is TaskKind.FORWARD
+                and self._rows.is_last(counted.stage)
+                and counted.number in self._events
+            ):
                 # Hazard: the copy out of that device, on this side stream, reads counts that the last stage's forwards
                 # may still be writing.
                 side.wait(self._events[counted.number])

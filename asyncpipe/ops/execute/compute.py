@@ -58,7 +58,7 @@ class StageCompute:
     ) -> None:
         """``draws``: by device, what its tasks draw from, if they share that. ``notes`` get what is seen of stages."""
         self.stages = stages
-        self._graph = graph
+        self._rows = graph.rows
         self._plan = plan
         self._tensors = tensors
         # Of a stage that another worker has, no task runs here.
@@ -139,7 +139,7 @@ class StageCompute:
 
     def _recomputes(self, i: int, stage: Stage, inputs: Sequence[Tensor]) -> bool:
         """Whether to checkpoint a forward. Not where nothing needs a gradient: what it sends must not seem to."""
-        if not self._plan.checkpoint.recomputes(i, self._graph.shape.microbatches):
+        if not self._plan.checkpoint.recomputes(*self._rows.place(i)):
             return False
         if stage.index not in self._trained:
             self._trained[stage.index] = any(parameter.requires_grad for parameter in stage.module.parameters())
@@ -178,7 +178,7 @@ class StageCompute:
 
     def _target(self, i: int, j: int) -> Arguments:
         """The arguments of the loss besides the output, on the last stage's device."""
-        if j < len(self.stages) - 1 or i not in self._tensors.targets:
+        if not self._rows.is_last(j) or i not in self._tensors.targets:
             return _NO_ARGUMENTS
         given = self._tensors.targets.pop(i)
         if isinstance(given, Tensor):
@@ -279,10 +279,10 @@ class StageCompute:
         """What a backward draws from. torch's checkpoint, inside a stage, sets the state of its forward there."""
         setup = self._setups[task.stage]
         if setup.draws is not None:
-            setup.draws.begin(task.microbatch, task.stage, branch)
+            setup.draws.begin(task.microbatch, setup.stage.position, branch)
             return _NOTHING
         device = setup.stage.device.physical
-        return random_stream(self._plan.seed, task.microbatch, task.stage, device, branch)
+        return random_stream(self._plan.seed, task.microbatch, setup.stage.position, device, branch)
 
     def _without_hooks(self, j: int) -> AbstractContextManager[None]:
         """Disables hooks of the stage's parameters that had them when its first backward of this step began."""
@@ -315,7 +315,7 @@ class StageCompute:
         else:
             start = torch.full_like(outputs[0], self._plan.weights[i])
         if self._plan.scale is not None:
-            start = start * self._plan.scale
+            start = start * self._plan.scale.to(start.device)
         return [start, *[None] * (len(outputs) - 1)]
 
 

@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from asyncpipe.core.graph.part import Departure, Part
+from asyncpipe.core.graph.part import BEGINNING, Departure, Part
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COLLECTIVE_KINDS, TaskKind
 from asyncpipe.ops.device.memory_layout import ALIGNMENT, MemoryLayout, fills_its_memory, layout_in_memory
 from asyncpipe.ops.device.streams import record
+from asyncpipe.ops.execute.reductions import Reductions
 from asyncpipe.ops.execute.shared_values import Readers
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.descriptions import decode, encode
@@ -47,15 +48,19 @@ Send = Callable[[Departure, bytes, Sequence[Tensor | None], torch.Event | None],
 class Crossings:
     """What one step sends and gets in one worker. ``left`` is called on the devices' threads, ``arrived`` on any."""
 
-    def __init__(self, graph: TaskGraph, part: Part, tensors: StepTensors, ties: Ties, send: Send) -> None:
+    def __init__(
+        self, graph: TaskGraph, part: Part, tensors: StepTensors, ties: Ties, reductions: Reductions, send: Send
+    ) -> None:
         """``graph`` is that of the whole step, of which ``part`` runs here."""
         self._graph = graph
+        self._rows = graph.rows
         self._part = part
         self._tensors = tensors
         self._ties = ties
+        self._reductions = reductions
         self._send = send
-        self._sent: dict[int, int] = {}
-        """By task that waits for several: how many of these have been sent."""
+        self._sent: dict[tuple[int, int], int] = {}
+        """By task that waits for several, and their stage: how many of these have been sent."""
         self._lock = threading.Lock()
         self._holds: dict[int, list[Callable[[], None]]] = {}
         """By task, a number of the whole graph: what to call when it has taken what came for it."""
@@ -75,7 +80,7 @@ class Crossings:
     def _depart(self, departure: Departure, event: torch.Event | None) -> None:
         meta, tensors = b"", list[Tensor | None]()
         if departure.tensors and self._is_last(departure):
-            meta, tensors = self._take(self._graph.tasks[departure.task])
+            meta, tensors = self._take(self._graph.tasks[departure.task], self._stage_of(departure.dependency))
             event = event or _behind_all(tensors)
         self._send(departure, meta, tensors, event)
 
@@ -84,16 +89,27 @@ class Crossings:
         if departure.among == 1:
             return True
         with self._lock:
-            sent = self._sent[departure.task] = self._sent.get(departure.task, 0) + 1
+            key = departure.task, self._stage_of(departure.dependency)
+            sent = self._sent[key] = self._sent.get(key, 0) + 1
         return sent == departure.among
 
-    def _take(self, waiting: Task) -> tuple[bytes, list[Tensor | None]]:
-        """What a copy elsewhere reads; leaves the tables."""
+    def _stage_of(self, dependency: int) -> int:
+        return -1 if dependency == BEGINNING else self._graph.tasks[dependency].stage
+
+    def _take(self, waiting: Task, stage: int) -> tuple[bytes, list[Tensor | None]]:
+        """What a task elsewhere reads that waits for one of ``stage``; of a copy, it leaves the tables."""
+        if waiting.kind in COLLECTIVE_KINDS:
+            return _packed(b"", self._reductions.taken(stage, waiting))
         assert waiting.source is not None
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if i == WHOLE_STEP:
             if waiting.is_gradient_copy:
-                return _packed(b"", self._ties.pop_gradients(user, source))
+                gradients = self._ties.pop_gradients(user, source)
+                if self._rows.stage_row(source) == self._rows.stage_row(user) or not self._tensors.counts:
+                    return _packed(b"", gradients)
+                # The gradient of another row: what it is to be divided by goes with it.
+                counts = [count.to(torch.float64) for _, count in sorted(self._tensors.counts.items())]
+                return _packed(_COUNTED, [*gradients, torch.stack(counts).sum()])
             return _packed(b"", self._ties.values(source, user))
         if not waiting.is_gradient_copy:
             packet = self._tensors.activations.pop((i, source, user))
@@ -104,25 +120,33 @@ class Crossings:
             return _packed(b"", gradients)
         return _packed(_COUNTED, [*gradients, count])
 
-    def arrived(self, task: int, meta: bytes, tensors: list[Tensor | None], taken: Callable[[], None]) -> None:
-        """Store what has come for ``task``, a number of the whole graph, before it is told of it.
+    def arrived(
+        self, task: int, dependency: int, meta: bytes, tensors: list[Tensor | None], taken: Callable[[], None]
+    ) -> None:
+        """Store what has come for ``task`` from the ``dependency``, numbers of the whole graph, before it is told.
 
         ``taken`` is called when the task has run; never, if the step ends before.
         """
         with self._lock:
             self._holds.setdefault(task, []).append(taken)
         waiting = self._graph.tasks[task]
-        if waiting.kind is not TaskKind.COPY or not (meta or tensors):
+        if waiting.kind not in (TaskKind.COPY, *COLLECTIVE_KINDS) or not (meta or tensors):
             return
-        assert waiting.source is not None
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if meta.startswith(_MORE):
             meta, layouts, readers = decode(meta[len(_MORE) :])
             tensors = [_laid_out(tensor, each) for tensor, each in zip(tensors, layouts, strict=True)]
             _await_host(tensors)
             if readers is not None:
+                assert source is not None
                 self._tensors.readers[i, source, user] = readers
-        if i == WHOLE_STEP:
+        if source is None:
+            self._reductions.arrived(self._stage_of(dependency), waiting, tensors)
+        elif i == WHOLE_STEP:
+            if meta == _COUNTED:
+                (count,) = _present([tensors.pop()])
+                # By a micro-batch of that row; only their sum matters here.
+                self._tensors.counts[self._rows.microbatches_of(self._rows.stage_row(source)).start] = count
             self._tensors.tied_arrived[source, user] = tensors
         elif not waiting.is_gradient_copy:
             self._tensors.activations[i, source, user] = Packet.from_shell(meta, list(_present(tensors)))

@@ -100,6 +100,15 @@ class GradientGuard:
         for parameter in mine:
             del self._before[parameter]
 
+    def earlier(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient that was there before the step."""
+        return self._before.get(parameter)
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of ``parameters`` have the earlier ones in them. Called on a stage's thread."""
+        for parameter in parameters:
+            self._before.pop(parameter, None)
+
     def updated(self, parameters: Iterable[nn.Parameter]) -> None:
         """An optimizer has used the gradients of ``parameters``, which the next of several steps may make anew.
 

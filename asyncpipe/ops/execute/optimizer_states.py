@@ -14,31 +14,60 @@ from torch import Tensor, nn
 
 from asyncpipe.errors import StateDictError
 from asyncpipe.ops.execute.host_optimizer import original, updated_by
+from asyncpipe.ops.execute.optimizer_shards import cut, joined, piece_of
+from asyncpipe.ops.model.replicas import Twins
 
 __all__ = ["check_optimizer_states", "load_optimizer_states", "optimizer_states", "set_learning_rate", "states_by_name"]
 
 
-def optimizer_states(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> dict[str, dict[str, Any]]:
-    """By name of a parameter of ``module``, in its order: what its optimizer remembers of it. Nothing is copied."""
-    states = {original(parameter): state for optimizer in optimizers for parameter, state in optimizer.state.items()}
-    return {name: dict(states[each]) for name, each in module.named_parameters() if each in states}
+def optimizer_states(
+    optimizers: Iterable[torch.optim.Optimizer], module: nn.Module, twins: Twins
+) -> dict[str, dict[str, Any]]:
+    """By name of a parameter of ``module``, in its order: what its optimizer remembers of it.
+
+    Nothing is copied, except where replicas have parts of it. ``twins``: the copies of the parameters in later rows.
+    """
+    whole: dict[nn.Parameter, dict[str, Any]] = {}
+    pieces: dict[nn.Parameter, list[tuple[int, Mapping[str, Any]]]] = {}
+    originals = twins.of(dict.fromkeys(module.parameters()))
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if (piece := piece_of(original(parameter))) is None:
+                whole[original(parameter)] = state
+            else:
+                owner = originals.get(piece.parameter, piece.parameter)
+                pieces.setdefault(owner, []).append((piece.start, state))
+    whole |= {parameter: joined(parameter.shape, parts) for parameter, parts in pieces.items()}
+    return {name: dict(whole[each]) for name, each in module.named_parameters() if each in whole}
 
 
 def load_optimizer_states(
-    optimizers: Iterable[torch.optim.Optimizer], module: nn.Module, states: Mapping[str, Mapping[str, Any]]
+    optimizers: Iterable[torch.optim.Optimizer],
+    module: nn.Module,
+    states: Mapping[str, Mapping[str, Any]],
+    twins: Twins,
 ) -> None:
-    """Give each optimizer copies of what ``states`` has of its parameters, and nothing else to remember."""
+    """Give each optimizer copies of what ``states`` has of its parameters, and nothing else to remember.
+
+    ``twins``: the copies of the parameters of ``module`` in later rows.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
+    names |= {twin: names[parameter] for twin, parameter in twins.of(names).items()}
     for optimizer in optimizers:
         # torch's own way, which casts and moves each value as its optimizer needs it.
         own = optimizer.state_dict()
         parameters = updated_by(optimizer)
         numbers = [number for group in own["param_groups"] for number in group["params"]]
-        found = {
-            number: {key: _copied(value) for key, value in states[names[parameter]].items()}
-            for number, parameter in zip(numbers, parameters, strict=True)
-            if names.get(parameter) in states
-        }
+        found = {}
+        for number, parameter in zip(numbers, parameters, strict=True):
+            piece = piece_of(parameter)
+            owner = parameter if piece is None else piece.parameter
+            if names.get(owner) in states:
+                state = states[names[owner]]
+                found[number] = {
+                    key: _copied(value if piece is None else cut(value, owner, piece.start, parameter.numel()))
+                    for key, value in state.items()
+                }
         optimizer.load_state_dict({"state": found, "param_groups": own["param_groups"]})
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from asyncpipe.ops.execute.optimizer_states import optimizer_states
+from asyncpipe.ops.model.replicas import Twins
 from asyncpipe.ops.model.shipping import state_names
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.state_files import copied_to_cpu, read_state
@@ -42,7 +43,7 @@ class StoredStages:
 
 
 def copied_stages(
-    model: StagedModel, stages: Collection[int], optimizers: Mapping[int, torch.optim.Optimizer]
+    model: StagedModel, stages: Collection[int], optimizers: Mapping[int, torch.optim.Optimizer], twins: Twins
 ) -> dict[str, Any]:
     """Copies of the states of some ``stages`` on the CPU, by name of their files."""
     # All are collected before the first is copied, so that no two tensors can have the same address in turn.
@@ -56,7 +57,7 @@ def copied_stages(
                 del mine[name]
         states[f"model-{stage}.pt"] = mine
         own = [optimizers[stage]] if stage in optimizers else []
-        states[f"optimizer-{stage}.pt"] = optimizer_states(own, model.module)
+        states[f"optimizer-{stage}.pt"] = optimizer_states(own, model.module, twins)
     copied: dict[str, Any] = copied_to_cpu(states)
     return copied
 

@@ -118,15 +118,15 @@ class StageRun:
         stage = setup.stage
         if setup.is_plain:
             assert setup.draws is not None
-            setup.draws.begin(self._microbatch, stage.index)
+            setup.draws.begin(self._microbatch, stage.position)
             flat = self._compute(tensors, given, call)
         else:
-            random = random_stream(setup.plan.seed, self._microbatch, stage.index, stage.device.physical)
+            random = random_stream(setup.plan.seed, self._microbatch, stage.position, stage.device.physical)
             own = stage.generators.during(self._generators)
             with setup.context.entered(), random, stage.buffers.during(self._buffers), own:
                 flat = self._compute(tensors, given, call)
                 if random.has_drawn:
-                    setup.notes.drew.add(stage.index)
+                    setup.notes.drew.add(stage.position)
                 if setup.is_repeated:
                     self._draw_again(random)
             if setup.is_repeated:

@@ -28,13 +28,14 @@ __all__ = [
     "DeferredBatchNorm1d",
     "DeferredBatchNorm2d",
     "DeferredBatchNorm3d",
+    "Moments",
     "convert_deferred_batch_norm",
     "deferred_layers",
 ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Moments:
+class Moments:
     """The moments of a set of values, by channel: how many, their mean, and the sum of squared deviations from it."""
 
     count: int
@@ -42,14 +43,23 @@ class _Moments:
     deviations: Tensor
 
     @classmethod
-    def of(cls, batch: Tensor) -> _Moments:
+    def of(cls, batch: Tensor) -> Moments:
         """The moments of ``batch``, whose channels are dimension 1, in float32 or wider and without a graph."""
         wide = batch.detach().to(torch.promote_types(batch.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, [0, *range(2, batch.dim())], correction=0)
         count = batch.numel() // batch.size(1)
         return cls(count, mean, variance * count)
 
-    def merged(self, other: _Moments) -> _Moments:
+    @classmethod
+    def from_tensors(cls, count: Tensor, mean: Tensor, deviations: Tensor) -> Moments:
+        """The moments of which these are the ``tensors``. The host waits for the count."""
+        return cls(int(count), mean, deviations)
+
+    def tensors(self) -> list[Tensor]:
+        """For another device: the count, on the host, and the others."""
+        return [torch.tensor(self.count), self.mean, self.deviations]
+
+    def merged(self, other: Moments) -> Moments:
         """The moments of both sets together, without the cancellation of a difference of sums of squares.
 
         T. F. Chan, G. H. Golub and R. J. LeVeque, Updating formulae and a pairwise algorithm for computing sample
@@ -58,7 +68,7 @@ class _Moments:
         count = self.count + other.count
         distance = other.mean - self.mean
         between = distance.square() * (self.count * other.count / count)
-        return _Moments(
+        return Moments(
             count, self.mean + distance * (other.count / count), self.deviations + other.deviations + between
         )
 
@@ -77,7 +87,7 @@ class DeferredBatchNorm(BatchNorm):
     The gathered moments are not in the state dict, but in copies and pickles of the layer.
     """
 
-    gathered: _Moments | None = None
+    gathered: Moments | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, which callers may use
         """``input`` (samples, channels, …), normalised; in training with its own statistics, which are gathered.
@@ -90,7 +100,7 @@ class DeferredBatchNorm(BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         output = functional.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
         if not is_recomputing() and input.numel():
-            moments = _Moments.of(input)
+            moments = Moments.of(input)
             self.gathered = moments if self.gathered is None else self.gathered.merged(moments)
         return output
 

@@ -90,9 +90,10 @@ class _Sight:
 class StageBuffers:
     """The buffers of one stage, and what its forwards have shown of them. One thread at a time runs it."""
 
-    def __init__(self, stage: int, module: nn.Module, shared: Mapping[tuple[str, str], int]) -> None:
-        """``shared`` is what ``shared_buffers`` found for the stage."""
+    def __init__(self, stage: int, module: nn.Module, shared: Mapping[tuple[str, str], int], rows: int = 1) -> None:
+        """``shared`` is what ``shared_buffers`` found for the stage, of a pipeline with so many replicas."""
         self._stage = stage
+        self._rows = rows
         with_buffers = [(path, part) for path, part in module.named_modules() if len(part._buffers)]
         self._owners = {
             number: _Owner(path, part, type(part).__module__ not in _NORMS)
@@ -232,6 +233,12 @@ class StageBuffers:
     def _refuse_shared(self, changed: set[_BufferKey]) -> None:
         for number, name in sorted(changed):
             other = self._shared.get((self._owners[number].path, name))
+            if other is not None and self._rows > 1:
+                raise SharedParameterError(
+                    f"a forward changes the buffer {self._name(number, name)}, and each of the {self._rows} replicas "
+                    "would change its own; running statistics of torch's batch norms are joined, for others use "
+                    "replicas=1"
+                )
             if other is not None:
                 raise SharedParameterError(
                     f"stage {self._stage} changes the buffer {self._name(number, name)}, which stage {other} uses "

@@ -93,6 +93,8 @@ class StagedModel:
     recomputes: str = ""
     """What in the model asks for ``torch.utils.checkpoint``, which its stages do not do, in words: the pipeline must
     recompute in its place."""
+    rows: int = 1
+    """How many replicas its stages are those of (``replicas.py``)."""
     is_fine: bool = False
     """Whether it is cut finely, to choose among: a pipeline without a balance joins the stages to as many as its
     schedule has on the devices, of about as many parameters each."""
@@ -119,6 +121,8 @@ class Stage:
     """A stage on its logical device."""
 
     index: int
+    position: int
+    """Its index in its row: that of the stage of row 0 with the same layers."""
     module: StageModule
     device: Device
     inputs: InputCopies

@@ -32,6 +32,7 @@ from asyncpipe.ops.model.module_image import ModuleImage
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.own_generators import OwnGenerators
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
+from asyncpipe.ops.model.replicas import ReplicaStage, ReplicaStatistics, Twins, own_buffers
 from asyncpipe.ops.model.stage import Stage, StagedModel, StageModule
 from asyncpipe.ops.model.tensor_uses import TensorUse, tensor_uses
 from asyncpipe.ops.torch_internals import sparse_parts
@@ -58,31 +59,57 @@ class Ties:
 
     def __init__(self) -> None:
         self._replicas: dict[tuple[int, int], list[Replica]] = {}
+        self._statistics: dict[tuple[int, int], ReplicaStatistics] = {}
+        """By stage of row 0 and of a later row."""
         self._images: list[ModuleImage] = []
+        self.twins = Twins()
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
         """(owner, user) for each pair of stages with replicas."""
-        return tuple(sorted(self._replicas))
+        return tuple(sorted(self._replicas.keys() | self._statistics.keys()))
 
-    def between(self, owner: int, user: int) -> list[Replica]:
+    @property
+    def statistics(self) -> tuple[tuple[int, int], ...]:
+        """Those of ``links`` where the owner is told of buffers."""
+        return tuple(sorted(self._statistics))
+
+    def between(self, owner: int, user: int) -> Sequence[Replica]:
         """The replicas that ``user`` has of tensors of ``owner``."""
-        return self._replicas[owner, user]
+        return self._replicas.get((owner, user), ())
 
     def values(self, owner: int, user: int) -> list[Tensor | None]:
-        """What ``user`` has replicas of, without a graph."""
-        return [replica.owner.detach() for replica in self.between(owner, user)]
+        """What ``user`` has replicas of, without a graph; then the buffers of a stage in row 0, for a later row."""
+        values: list[Tensor | None] = [replica.owner.detach() for replica in self.between(owner, user)]
+        return values + (self._statistics[owner, user].values() if (owner, user) in self._statistics else [])
+
+    def take(self, owner: int, user: int, values: Sequence[Tensor | None]) -> None:
+        """Let ``user`` compute with these values, which are on its device."""
+        rest = iter(values)
+        for replica in self.between(owner, user):
+            value = next(rest)
+            assert value is not None
+            replica.tensor.data = value
+        if (owner, user) in self._statistics:
+            self._statistics[owner, user].load(rest)
 
     def pop_gradients(self, owner: int, user: int) -> list[Tensor | None]:
-        """The gradients of those replicas, which lose them.
+        """The gradients of those replicas, which lose them; then what forwards of a later row did to buffers.
 
-        Each is two tensors, since a sparse one has indices and values; they are copied and sent as others are.
+        Each gradient is two tensors, since a sparse one has indices and values; they travel as others do.
         """
         replicas = self.between(owner, user)
         gradients = [replica.tensor.grad for replica in replicas]
         for replica in replicas:
             replica.tensor.grad = None
-        return [part for gradient in gradients for part in _indices_and_values(gradient)]
+        parts = [part for gradient in gradients for part in _indices_and_values(gradient)]
+        return parts + (self._statistics[owner, user].collect() if (owner, user) in self._statistics else [])
+
+    def begin(self) -> None:
+        """No step runs, and one is about to begin: have the modules of later rows as those of row 0."""
+        self.twins.follow()
+        for each in self._statistics.values():
+            each.begin()
 
     def refresh(self) -> None:
         """Copy to the images what was changed on their modules: training mode, hooks, other attributes."""
@@ -97,14 +124,21 @@ class Ties:
 
     def sum_gradients(self, owner: int, gradients: dict[tuple[int, int], list[Tensor | None]]) -> None:
         """Add the gradients of replicas, which ``gradients`` has by (user, owner), to the owner's, in stage order."""
-        for user in (user for found, user in self.links if found == owner):
-            parts = gradients.pop((user, owner))
-            for replica, indices, values in zip(self.between(owner, user), parts[::2], parts[1::2], strict=True):
-                parameter = replica.owner
+        for user in sorted(user for user, found in gradients if found == owner):
+            rest = iter(gradients.pop((user, owner)))
+            for replica in self.between(owner, user):
+                parameter, indices, values = replica.owner, next(rest), next(rest)
                 if values is not None and indices is not None:
                     values = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
                 if values is not None:
                     parameter.grad = values if parameter.grad is None else accumulated(parameter.grad, values)
+            if (owner, user) in self._statistics:
+                self._statistics[owner, user].join(rest)
+
+    def follow(self, owner: Stage, user: Stage) -> None:
+        """Have ``user``, in a later row, begin each step with the buffers of ``owner``, and tell it of its own."""
+        if statistics := ReplicaStatistics(owner.module, getattr(user.module, "stage", user.module)):
+            self._statistics[owner.index, user.index] = statistics
 
     def drop_gradients(self) -> None:
         """Drop the gradients that a failed step left at the replicas."""
@@ -175,6 +209,8 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
             )
     _refuse_torch_script(tied, placement)
     shared = shared_buffers(model.stages)
+    if model.rows > 1:
+        own_buffers(model.stages, model.rows, shared)
     # In reverse order, so that shared tensors end up on the device of their owner, the first stage that uses them.
     for index in reversed(range(len(model.stages))):
         device = devices[placement[index]]
@@ -191,19 +227,28 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
     modules = [
         cast(StageModule, ties.image(stage, slots, {})) for stage, slots in zip(model.stages, replaced, strict=True)
     ]
-    return [
+    count = len(model.stages) // model.rows
+    stages = [
         Stage(
             index,
+            index % count,
             module,
             devices[device],
             InputCopies(module.overwrites_input),
-            StageBuffers(index, module, shared[index]),
+            StageBuffers(index, module, shared[index], model.rows),
             ParameterWatch(index, module),
             OwnGenerators(module),
             OutputWatch(index),
         )
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))
-    ], ties
+    ]
+    pairs: list[tuple[nn.Module, nn.Module]] = []
+    for stage in stages[count:]:
+        twin = cast(ReplicaStage, model.stages[stage.index]).stage
+        pairs += zip(model.stages[stage.position].modules(), twin.modules(), strict=True)
+        ties.follow(stages[stage.position], stage)
+    ties.twins = Twins(pairs)
+    return stages, ties
 
 
 def _move(stage: StageModule, device: torch.device) -> None:

@@ -88,7 +88,7 @@ class PartStep(PreparedStep):
         """What a task waits for has come from another worker. Its credit goes back when the task has run."""
         task, dependency = message.header.task, message.header.source
         self._came[task, dependency] = message.at
-        self._crossings.arrived(task, message.meta, list(message.tensors), message.release)
+        self._crossings.arrived(task, dependency, message.meta, list(message.tensors), message.release)
         self._gates.open([self.part.arrivals[task, dependency]])
 
     def stop(self) -> None:
@@ -136,9 +136,11 @@ class PartStep(PreparedStep):
 
     def _result(self) -> object:
         tensors = self._tensors
-        outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(tensors.outputs.items())]
-        tables = (tensors.losses, tensors.counts, tensors.gradient_norms)
-        self._fence.end(tensors_of([*(list(table.values()) for table in tables), outputs]))
+        outputs = {i: packet.rebuild(packet.tensors) for i, packet in sorted(tensors.outputs.items())}
+        # Of other replicas this worker may know the sum of their counts.
+        counted = {i: count for i, count in tensors.counts.items() if i in tensors.losses}
+        tables = (tensors.losses, counted, tensors.gradient_norms)
+        self._fence.end(tensors_of([*(list(table.values()) for table in tables), list(outputs.values())]))
         if not (any(tables) or outputs):
             return None
         losses, counts, norms = map(Scalars.of, tables)

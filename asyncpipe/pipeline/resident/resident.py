@@ -17,6 +17,7 @@ from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, from_wire
 from asyncpipe.ops.execute.crossings import Crossings
+from asyncpipe.ops.execute.reductions import Reductions
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.ops.model.shipping import receive_model
 from asyncpipe.ops.model.stage import StagedModel
@@ -106,6 +107,8 @@ class Resident:
         own = self._part(graph)
         left: dict[tuple[int, int], float] | None = {} if self._load.is_far else None
         send = partial(self.links.send, start.step, work.epoch, left)
+        resources = self._parts.resources
+        reductions = Reductions(graph, tensors, resources.sums, resources.guard)
         step = PartStep(
             self._worker,
             start.step,
@@ -114,15 +117,17 @@ class Resident:
             self._tenancy,
             own,
             tensors,
-            Crossings(graph, own, tensors, self._parts.resources.ties, send),
+            Crossings(graph, own, tensors, resources.ties, reductions, send),
             overlaps=work.overlaps,
             use=self.links.use if work.is_observed else None,
             left=left,
         )
         self.links.widen(own)
         before = self.links.steps.get(-1 if start.after is None else start.after)
+        if work.overlaps and not self.links.steps:
+            resources.begin_replicas()
         if work.overlaps and inputs.training and self._line is None:
-            guard = self._parts.resources.guard
+            guard = resources.guard
             self._line = object()
             guard.enter(self._line, self._line)
             guard.begin(self._parts.module.parameters(), repeats=True)
@@ -135,12 +140,12 @@ class Resident:
         while len(self._made) >= MOST_BATCHES:
             del self._made[next(iter(self._made))]
         self._made[number] = made
-        return made.only((), 0, number)
+        return made.only((), self._parts.rows(len(made.sizes)), number)
 
     def _cut(self, number: int) -> CutInputs:
         made = CutInputs.from_feed(self._parts, number)
-        stages = self._parts.resources.stages
-        return made.only([stage.index for stage in stages if not stage.device.is_elsewhere], stages[-1].index)
+        own = [stage.index for stage in self._parts.resources.stages if not stage.device.is_elsewhere]
+        return made.only(own, self._parts.rows(len(made.sizes)))
 
     def stop(self, number: int) -> None:
         """Begin no more tasks of a step, and of those that follow it."""
@@ -166,7 +171,7 @@ class Resident:
     def add_schedule(self, number: int, schedule: bytes) -> None:
         """Know another schedule, which later steps may follow."""
         parts = self._parts
-        parts.graphs.add(number, from_wire(schedule), parts.options.microbatches, parts.checkpoint)
+        parts.graphs.add(number, from_wire(schedule), parts.options.pieces, parts.checkpoint)
 
     def _part(self, graph: TaskGraph) -> Part:
         if graph not in self._parts_of:

@@ -51,11 +51,16 @@ class StageStates:
         own = self._parts.module.state_dict()
         own.update((name, state[name]) for name in self._own_names() if name in state)
         self._parts.module.load_state_dict(own)
+        names = {parameter: name for name, parameter in self._parts.module.named_parameters()}
+        for twin, parameter in self._parts.resources.ties.twins.of(names).items():
+            if not twin.is_meta and names[parameter] in state:
+                twin.data.copy_(state[names[parameter]])
 
     def optimizers(self) -> list[pickle.PickleBuffer]:
         """What the own stages' optimizers remember, by name of the parameter, as ``to_buffers``."""
         self._check_idle()
-        states = optimizer_states(self._parts.resources.optimizers.values(), self._parts.module)
+        resources = self._parts.resources
+        states = optimizer_states(resources.optimizers.values(), self._parts.module, resources.ties.twins)
         return to_buffers(states, "the state of the optimizers")
 
     def load_optimizers(self, buffers: Sequence[Any]) -> None:
@@ -64,13 +69,16 @@ class StageStates:
 
     def _load_optimizers(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         self._check_idle()
-        load_optimizer_states(self._parts.resources.optimizers.values(), self._parts.module, states)
+        resources = self._parts.resources
+        load_optimizer_states(resources.optimizers.values(), self._parts.module, states, resources.ties.twins)
 
     def copy(self) -> None:
         """Copy the states of the own stages, for ``write_copies``."""
         self._check_idle()
         stages = [stage.index for stage in self._parts.resources.stages if not stage.device.is_elsewhere]
-        self._copies = copied_stages(self._parts.staged, stages, self._parts.resources.optimizers)
+        self._copies = copied_stages(
+            self._parts.staged, stages, self._parts.resources.optimizers, self._parts.resources.ties.twins
+        )
 
     async def write_copies(self, folder: Path) -> dict[str, str]:
         """Write them to files in ``folder``; returns the SHA-256 of each, by name. Steps go on meanwhile."""

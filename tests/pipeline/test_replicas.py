@@ -1,0 +1,353 @@
+"""Replicas of a pipeline: everything is as with one pipeline that has all micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe import Pipeline
+from asyncpipe.core.graph.task import Queue
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.errors import OptionError, SharedParameterError, TaskError
+
+ROWS = (2, 3)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "backward-first")
+MOST = 2
+"""Micro-batches of each replica."""
+
+
+class Head(nn.Module):
+    """The first layer's weight once more."""
+
+    def __init__(self, first: nn.Linear) -> None:
+        super().__init__()
+        self.weight = first.weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def make_model(*, norm=True, tie=True) -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Linear(4, 8)
+    layers = [
+        first,
+        nn.BatchNorm1d(8) if norm else nn.Identity(),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.Dropout(0.3),
+        nn.BatchNorm1d(8, momentum=None) if norm else nn.Identity(),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+    ]
+    return nn.Sequential(*layers, Head(first) if tie else nn.Linear(8, 4)).double()
+
+
+def batch(step, samples):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+
+
+def counted(output, target):
+    """A mean over some of the samples only, with their number."""
+    of_sample = (output - target).square().sum(1)
+    use = target[:, 0] > -1.0
+    return of_sample[use].mean() if use.any() else of_sample.sum() * 0, int(use.sum())
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def rows_of(replicas, stages=2):
+    return [[f"cpu:{row * stages + stage}" for stage in range(stages)] for row in range(replicas)]
+
+
+def opened(model, replicas, microbatches=0, **options):
+    """One pipeline with as many micro-batches as the replicas have together, or the replicas."""
+    devices = rows_of(replicas) if replicas > 1 else rows_of(1)[0]
+    options = {"loss_fn": nn.functional.mse_loss, "schedule": "1f1b"} | options
+    return Pipeline(model, devices, microbatches=microbatches or MOST, **options)
+
+
+async def trained(replicas, microbatches, steps, *, samples, norm=True, update=lambda step: True, **options):
+    """Losses, outputs, gradients, and everything in the state, after some steps."""
+    model = make_model(norm=norm, tie=options.pop("tie", True))
+    found = []
+    torch.manual_seed(3)
+    async with opened(model, replicas, microbatches, **options) as pipe:
+        for step in range(steps):
+            result = await pipe.step(*batch(step, samples), update=update(step))
+            found += [result.loss.clone(), result.outputs.clone()]
+            found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+            if options.get("optimizer") is None:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.1 * parameter.grad
+                        parameter.grad = None
+        model.eval()
+        with torch.no_grad():
+            found.append(pipe.sync()(batch(9, samples)[0]))
+        found += [each.double() for each in pipe.state_dict().values()]
+        found += [value for state in pipe.optimizer_states().values() for value in state.values()]
+    return found
+
+
+def assert_equal(one, other):
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("replicas", ROWS)
+@pytest.mark.parametrize("optimizer", [momentum, None])
+async def test_replicas_train_as_one_pipeline_with_all_micro_batches(schedule, replicas, optimizer):
+    microbatches = 4 if schedule in ("zbv", "interleaved") else MOST
+    options = {"schedule": schedule, "optimizer": optimizer, "samples": 6 * replicas * microbatches - 1}
+    one = await trained(1, microbatches * replicas, 2, **options)
+    assert_equal(one, await trained(replicas, microbatches, 2, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_fn": counted},
+        {"loss_fn": counted, "optimizer": momentum},
+        {"deferred_batch_norm": True},
+        {"deferred_batch_norm": True, "optimizer": momentum, "checkpoint": "always"},
+        {"optimizer": momentum, "checkpoint": "never", "loss_reduction": "sum", "tie": False},
+        {"optimizer": momentum, "update": lambda step: step % 2 == 1},
+        {"loss_fn": counted, "optimizer": partial(torch.optim.AdamW, lr=0.01), "update": lambda step: step == 2},
+        {"optimizer": partial(torch.optim.AdamW, lr=0.01), "shard_optimizer": True},
+        {"optimizer": momentum, "shard_optimizer": True, "update": lambda step: step % 2 == 1, "loss_fn": counted},
+    ],
+)
+async def test_what_a_step_may_have_besides(options):
+    one = await trained(1, MOST * 2, 3, samples=27, **options)
+    assert_equal(one, await trained(2, MOST, 3, samples=27, **options))
+
+
+async def test_replicas_without_a_micro_batch_only_update():
+    one = await trained(1, 6, 2, samples=2, norm=False, optimizer=momentum)
+    assert_equal(one, await trained(3, 2, 2, samples=2, norm=False, optimizer=momentum))
+
+
+async def test_steps_of_replicas_overlap_with_the_same_bits():
+    found = []
+    for ahead in (0, 2):
+        model = make_model(norm=False, tie=False)
+        torch.manual_seed(3)
+        async with opened(model, 2, optimizer=momentum) as pipe:
+            assert pipe.why_steps_wait is None
+            losses = [result.loss async for result in pipe.steps([batch(step, 13) for step in range(5)], ahead=ahead)]
+            found.append([*losses, *pipe.state_dict().values()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("optimizer", [momentum, None])
+def test_a_backward_of_the_callers_own_gathers_all_gradients(optimizer):
+    found = []
+    for replicas in (1, 2):
+        model = make_model(norm=False)
+        torch.manual_seed(3)
+        x, target = batch(0, 13)
+        x.requires_grad_()
+        pieces = MOST * 2 // replicas
+        with opened(model, replicas, pieces, optimizer=optimizer).sync() as pipe:
+            for _ in range(2):
+                nn.functional.mse_loss(pipe(x), target).backward()
+        found.append([x.grad, *[each.grad for each in model.parameters()]])
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("options", [{"optimizer": momentum}, {"optimizer": momentum, "shard_optimizer": True}, {}])
+async def test_what_the_caller_changes_between_steps_reaches_all_replicas(options):
+    found = []
+    for replicas in (1, 2):
+        model = make_model(tie=False)
+        torch.manual_seed(3)
+        async with opened(model, replicas, MOST * 2 // replicas, **options) as pipe:
+            await pipe.step(*batch(0, 27))
+            state = {name: value.clone() for name, value in pipe.state_dict().items()}
+            optimizers = {name: dict(state) for name, state in copy.deepcopy(pipe.optimizer_states()).items()}
+            for step in range(2):
+                await pipe.step(*batch(step, 27))
+            pipe.load_state_dict(state)
+            if optimizers:
+                pipe.load_optimizer_states(optimizers)
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+            model[3].weight.requires_grad_(requires_grad=False)
+            model.eval()
+            with torch.no_grad():
+                evaluated = (await pipe.step(*batch(5, 27))).loss
+            model.train()
+            for step in range(2):
+                model.zero_grad()
+                last = await pipe.step(*batch(step, 27))
+            found.append([evaluated, last.loss, *[each.double() for each in pipe.state_dict().values()]])
+    assert_equal(*found)
+
+
+async def test_a_failed_step_of_replicas_leaves_everything_as_it_was():
+    model = make_model(norm=False, tie=False)
+    seen = []
+
+    def loss_fn(output, target):
+        seen.append(None)
+        if len(seen) == 3:
+            raise ValueError("of a later replica")
+        return nn.functional.mse_loss(output, target)
+
+    async with opened(model, 2, loss_fn=loss_fn, schedule="gpipe") as pipe:
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        with pytest.raises(TaskError, match="of a later replica"):
+            await pipe.step(*batch(0, 13))
+        assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
+        assert model[3].weight.grad is None
+        await pipe.step(*batch(0, 13))
+
+
+def test_gradients_are_reduced_on_a_lane_of_their_own():
+    graph = opened(make_model(norm=False, tie=False), 2, optimizer=momentum).graph
+    reduces = [task for task in graph.tasks if task.kind is TaskKind.REDUCE]
+    assert [task.id for task in reduces] == ["A(1,0)", "A(3,0)", "A(0,0)", "A(2,0)"]
+    assert {task.lane.queue for task in reduces} == {Queue.REDUCE}
+    alone = opened(make_model(norm=False, tie=False), 1, optimizer=momentum).graph
+    assert Queue.REDUCE not in {lane.queue for lane in alone.lanes}
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_other_buffers_that_forwards_change_are_refused(mode):
+    model = nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 4)).double().train(mode == "train")
+    async with opened(model, 2) as pipe:
+        with pytest.raises(TaskError, match="each of the 2 replicas would change its own") as caught:
+            await pipe.step(*batch(0, 13))
+    assert isinstance(caught.value.__cause__, SharedParameterError)
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "match"),
+    [
+        ([["cpu:0", "cpu:1"], ["cpu:2"]], 1, "a list of as many devices"),
+        ([["cpu:0"], "cpu:1"], 1, "a list of as many devices"),
+        ([["cpu:0"], ["cpu:1"]], 3, "replicas=3 does not go with 2 lists"),
+        (["cpu:0", "cpu:1", "cpu:2"], 2, "2 replicas cannot share 3 devices"),
+        (["cpu:0"], 0, "replicas must be a positive integer"),
+    ],
+)
+def test_devices_that_are_not_rows_are_refused(devices, replicas, match):
+    with pytest.raises(OptionError, match=match):
+        Pipeline(make_model(), devices, microbatches=2, replicas=replicas)
+
+
+@pytest.mark.parametrize("optimizer", [momentum, None])
+async def test_hooks_of_parameters_see_the_whole_gradient_once(optimizer):
+    found = []
+    for replicas in (1, 2):
+        model, first, second = make_model(norm=False, tie=False), [], []
+        torch.manual_seed(3)
+        model[3].weight.register_hook(lambda grad, seen=first: seen.append(grad.clone()) or grad * 0.5)
+        model[7].bias.register_post_accumulate_grad_hook(lambda p, seen=second: seen.append(p.grad.clone()))
+        async with opened(model, replicas, MOST * 2 // replicas, optimizer=optimizer) as pipe:
+            await pipe.step(*batch(0, 27), update=False)
+            await pipe.step(*batch(1, 27))
+        found.append([*first, *second, *model.state_dict().values()])
+        assert len(first) == len(second) == 2
+    assert_equal(*found)
+
+
+async def test_a_gradient_that_only_an_earlier_step_has_made_is_used():
+    found = []
+    for replicas in (1, 2):
+        model = make_model(norm=False, tie=False)
+        torch.manual_seed(3)
+        async with opened(model, replicas, MOST * 2 // replicas, optimizer=momentum) as pipe:
+            await pipe.step(*batch(0, 27), update=False)
+            model[3].weight.requires_grad_(requires_grad=False)
+            await pipe.step(*batch(1, 27))
+        found.append(list(model.state_dict().values()))
+    assert_equal(*found)
+
+
+async def test_each_replica_has_a_part_of_the_optimizers_states():
+    model = make_model(norm=False, tie=False)
+    async with opened(model, 2, optimizer=torch.optim.Adam, shard_optimizer=True) as pipe:
+        await pipe.step(*batch(0, 27))
+        sizes = [
+            sum(state["exp_avg"].numel() for state in each.state.values())
+            for each in pipe._parts.resources.optimizers.values()
+        ]
+        whole = [sum(p.numel() for p in stage.module.parameters()) for stage in pipe.stages]
+        assert sizes == [whole[0] // 2, whole[1] // 2] * 2
+        states = pipe.optimizer_states()
+    assert {name: state["exp_avg"].shape for name, state in states.items()} == {
+        name: parameter.shape for name, parameter in model.named_parameters()
+    }
+
+
+class Normed(torch.optim.SGD):
+    """Divides each gradient by its norm, so it needs all of a parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "match"),
+    [(partial(Normed, lr=0.1), "Normed does not update each element alone"), (torch.optim.LBFGS, "LBFGS failed on")],
+)
+def test_an_optimizer_that_cannot_be_sharded_is_refused(optimizer, match):
+    with pytest.raises(OptionError, match=match):
+        opened(make_model(norm=False), 2, optimizer=optimizer, shard_optimizer=True)
+
+
+def test_an_own_optimizer_that_updates_each_element_alone_is_sharded():
+    class Own(torch.optim.SGD):
+        pass
+
+    opened(make_model(norm=False), 2, optimizer=partial(Own, lr=0.1), shard_optimizer=True)
+
+
+async def in_workers(workers, **options):
+    """Losses, outputs and the state after some steps on threads or in workers."""
+    model, found = make_model(tie=options.pop("tie", True)), []
+    torch.manual_seed(3)
+    async with opened(model, 2, workers=workers, **options) as pipe:
+        for step in range(3):
+            result = await pipe.step(*batch(step, 27), update=step > 0)
+            found += [result.loss, result.outputs]
+            found += result.gradient_norms.values()
+        found += [each.double() for each in pipe.state_dict().values()]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": momentum, "loss_fn": counted, "deferred_batch_norm": True},
+        {"optimizer": partial(torch.optim.AdamW, lr=0.01), "shard_optimizer": True, "tie": False},
+    ],
+)
+async def test_replicas_in_workers_have_the_bits_of_those_on_threads(options):
+    threads, processes = [await in_workers(workers, **options) for workers in ("threads", "processes")]
+    assert [k for k, (one, other) in enumerate(zip(threads, processes, strict=True)) if not torch.equal(one, other)] == []
