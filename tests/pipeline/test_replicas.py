@@ -350,4 +350,5 @@ async def in_workers(workers, **options):
 )
 async def test_replicas_in_workers_have_the_bits_of_those_on_threads(options):
     threads, processes = [await in_workers(workers, **options) for workers in ("threads", "processes")]
-    assert [k for k, (one, other) in enumerate(zip(threads, processes, strict=True)) if not torch.equal(one, other)] == []
+    is_same = [torch.equal(one, other) for one, other in zip(threads, processes, strict=True)]
+    assert is_same == [True] * len(threads)
