@@ -85,6 +85,7 @@ def _submit(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="NAME", help="name of the job")
     add("--steps", type=count, metavar="N", help="train for N steps")
     add("--devices", type=names, metavar="LIST", help="train on these devices, as cpu:0,cpu:1")
+    add("--replicas", type=count, metavar="N", help="train N replicas, each on as many of the devices, in their order")
     text = "run only while other jobs leave a device idle"
     add("--background", action="store_const", const="background", help=text)
     add("--tag", action="append", default=[], metavar="TAG", help="a word by which it is found; may be repeated")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from asyncpipe.cli.tables import columns
 from asyncpipe.core.predict.memory import format_bytes
+from asyncpipe.train.progress import devices_text
 
 if TYPE_CHECKING:
     from asyncpipe.service.client import ServerEvent
@@ -95,6 +96,7 @@ def job_text(job: Job) -> str:
         *([("waits for", job["waits_for"])] if job.get("waits_for") else []),
         ("entry", job["entry"]),
         ("class", f"{job['priority_class']}, weight {job['weight']:g}"),
+        ("devices", devices_text(job["devices"], job.get("replicas", 1))),
         ("schedule", job.get("schedule") or ""),
         ("step", _steps(job)),
         ("snapshot", job.get("snapshot") or "none yet"),

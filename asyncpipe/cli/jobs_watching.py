@@ -24,6 +24,7 @@ KEYS = {
     "name": "name",
     "steps": "training.steps",
     "devices": "pipeline.devices",
+    "replicas": "pipeline.replicas",
     "background": "service.priority_class",
 }
 """For which key of the job file an option of ``submit`` stands; ``--tag`` adds to ``service.tags``."""

@@ -146,7 +146,7 @@ def figures(progress: StepProgress) -> str:
 def headline(run: RunStarted) -> str:
     """One line about the run that begins."""
     where = f" in {len(run.workers)} worker process{'es' * (len(run.workers) > 1)}" if run.workers else ""
-    return f"{run.name}: {run.parameters:,} parameters, {run.steps} steps on {', '.join(run.devices)}{where}"
+    return f"{run.name}: {run.parameters:,} parameters, {run.steps} steps on {run.where}{where}"
 
 
 def minutes(seconds: float) -> str:

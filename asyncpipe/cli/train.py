@@ -3,7 +3,7 @@
 Train the model of a job file as a pipeline, then evaluate it and generate a sample, if its workload can do that.
 
 Every key of the job file can be given by --set KEY=VALUE, typed and checked as in the file. --steps, --devices,
---workers, --serve and --resume are short for such keys.
+--replicas, --workers, --serve and --resume are short for such keys.
 
 SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with a summary, the trace and a last snapshot; a
 second signal ends it between two tasks. A trace or a snapshot that cannot be written does not end the run. With
@@ -13,6 +13,7 @@ restarts it can always give this option.
 examples:
   asyncpipe train examples/charlm/charlm.toml
   asyncpipe train examples/charlm/charlm.toml --steps 50 --devices cpu:0,cpu:1
+  asyncpipe train examples/charlm/charlm.toml --devices cpu:0,cpu:1,cpu:2,cpu:3 --replicas 2
   asyncpipe train examples/charlm/charlm.toml --set pipeline.schedule=zb-h1 --set training.learning_rate=1e-4
   asyncpipe train examples/charlm/charlm.toml --device-type cuda --set observe.metrics_port=9400
   asyncpipe train examples/charlm/charlm.toml --plan plan.toml
@@ -49,6 +50,7 @@ __all__ = ["add_parser"]
 KEYS = {
     "steps": "training.steps",
     "devices": "pipeline.devices",
+    "replicas": "pipeline.replicas",
     "workers": "pipeline.workers",
     "serve": "observe.serve_port",
 }
@@ -66,6 +68,8 @@ def add_parser(subparsers: Subparsers) -> None:
     devices.add_argument("--devices", type=names, metavar="LIST", help="train on these devices, as cpu:0,cpu:1")
     text = "train on the same number of logical devices of this kind, round robin over those of the machine"
     devices.add_argument("--device-type", choices=("cpu", "cuda"), help=text)
+    text = "train N replicas of the pipeline, each on as many of the devices, in their order"
+    add("--replicas", type=count, metavar="N", help=text)
     text = "where the devices' threads are: in this process, in a worker process for each accelerator and each CPU "
     text += "device, or in such processes on the machines of a Ray cluster or of torchrun; all but threads need "
     text += "[training] overlap = true in the job file"
@@ -123,7 +127,9 @@ def _job(args: argparse.Namespace) -> Job:
     from asyncpipe.train.job_file import load_job
 
     if args.device_type is not None:
-        args.devices = _logical_devices(len(load_job(args.job, plan=args.plan).pipeline.devices), args.device_type)
+        own = load_job(args.job, plan=args.plan).pipeline
+        args.devices = _logical_devices(len(own.devices), args.device_type)
+        args.replicas = args.replicas or own.replicas
     args.folder = str(args.resume) if isinstance(args.resume, Path) else None
     args.resume = None if args.resume is None else True
     given = changes(args, KEYS | {"folder": "snapshots.folder", "resume": "snapshots.resume"})

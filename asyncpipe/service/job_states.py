@@ -214,6 +214,11 @@ class JobRecord:
         return tuple(self.table("pipeline").get("devices", ()))
 
     @property
+    def replicas(self) -> int:
+        """How many replicas share its devices."""
+        return int(self.table("pipeline").get("replicas", 1))
+
+    @property
     def schedule(self) -> str | None:
         """The schedule of its next step, if it names one."""
         return self.table("pipeline").get("schedule")

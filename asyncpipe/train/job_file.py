@@ -10,7 +10,7 @@ A whole file::
     width = 128
 
     [pipeline]
-    devices = ["cpu:0", "cpu:1"]
+    devices = ["cpu:0", "cpu:1"]        # or, with replicas, a list for each: [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
     schedule = "1f1b"
     workers = "threads"                 # or "processes", "ray", "torchrun"; see PipelineTable
 
@@ -54,33 +54,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PrivateAttr,
-    Strict,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
-from asyncpipe.core.compile_option import CompileOption
-from asyncpipe.core.graph.lower import CheckpointMode
-from asyncpipe.core.graph.offload import check_offload
-from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
 from asyncpipe.errors import JobFileError, OptionError
-from asyncpipe.pipeline.options import PipelineOptions
-from asyncpipe.pipeline.pool_options import TransportName
 from asyncpipe.runtime.workers.launcher import Launcher
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
+from asyncpipe.train.pipeline_table import AUTO, PipelineTable, StagesTable
 from asyncpipe.train.validation import StrictModel, read_toml, set_key, wrong_keys
+from asyncpipe.train.value_types import (
+    Flag,
+    NonEmptyText,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OutputFile,
+    OutputFolder,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    TcpPort,
+)
 
 __all__ = [
     "AUTO",
@@ -95,6 +90,7 @@ __all__ = [
     "TrainingTable",
     "blaming_key",
     "check_overlap",
+    "check_shards",
     "check_workers",
     "job_file_error",
     "load_job",
@@ -102,84 +98,6 @@ __all__ = [
 ]
 
 
-AUTO = "auto"
-"""The schedule that is chosen by measurement when the job starts."""
-
-
-def _checked_schedule(value: object) -> object:
-    if value != AUTO and not (isinstance(value, str) and could_be_schedule(value)):
-        raise ValueError(f'must be one of {", ".join(known_schedules())}, or "auto", "module:Class" or "csv:FILE"')
-    return value
-
-
-def _checked_balance(value: object) -> object:
-    if isinstance(value, list) and value and all(type(layers) is int and layers > 0 for layers in value):
-        return tuple(value)
-    if value == "auto" or isinstance(value, tuple):
-        return value
-    raise ValueError('must be "auto" or a list of positive integers, the layers of each stage')
-
-
-def _checked_compile(value: object) -> object:
-    try:
-        CompileOption.parse(value)
-    except OptionError as error:
-        rule = 'must be true, false, "cudagraphs", or a table of arguments for torch.compile'
-        raise ValueError(f"{rule} ({error})") from None
-    return value
-
-
-# Each description says what the value must be; error messages quote it.
-
-PositiveInt = Annotated[int, Field(ge=1, description="must be an integer of at least 1")]
-NonNegativeInt = Annotated[int, Field(ge=0, description="must be an integer of at least 0")]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, description="must be a finite number greater than 0")]
-NonNegativeFloat = Annotated[
-    float, Field(ge=0, allow_inf_nan=False, description="must be a finite number of at least 0")
-]
-Seed = Annotated[int, Field(ge=0, lt=2**63, description="must be an integer from 0 to 2**63 - 1")]
-TcpPort = Annotated[int, Field(ge=0, le=65535, description="must be a port from 0 (any free one) to 65535")]
-NonEmptyText = Annotated[str, Field(min_length=1, description="must be a string that is not empty")]
-Flag = Annotated[bool, Field(description="must be true or false")]
-OutputFile = Annotated[Path, Strict(False), Field(description="must be the path of a file to write")]
-OutputFolder = Annotated[
-    Path, Strict(False), Field(description="must be the path of a folder, which is made if it does not exist")
-]
-Devices = Annotated[
-    tuple[Annotated[str, Strict(), Field(min_length=1)], ...],
-    Strict(False),
-    Field(
-        min_length=1,
-        description='must be a list of at least one device name, such as ["cpu:0", "cpu:1"] or ["cuda:0", "cuda:0"]',
-    ),
-]
-
-
-def _checked_offload(value: float | tuple[float, ...] | None) -> float | tuple[float, ...] | None:
-    try:
-        check_offload(0.0 if value is None else value)
-    except OptionError as error:
-        raise ValueError(str(error)) from None
-    return value
-
-
-CheckpointName = Annotated[
-    CheckpointMode, Strict(False), Field(description=f"must be one of {', '.join(CheckpointMode)}")
-]
-Workers = Annotated[
-    Literal["threads", "processes", "ray", "torchrun"] | dict[str, str],
-    Field(
-        description='must be "threads", "processes", "ray", "torchrun", or a table of the name of each device\'s worker'
-    ),
-]
-Balance = Annotated[Literal["auto"] | tuple[int, ...], BeforeValidator(_checked_balance)]
-
-
-Offload = Annotated[
-    float | Annotated[tuple[float, ...], Strict(False)] | None,
-    Field(description="must be a fraction from 0 to 1, or a list with that of each stage"),
-    AfterValidator(_checked_offload),
-]
 BUILT_IN = {"transformers": "asyncpipe.train.transformers_entry:build"}
 """The entries that have a name, as ``model``."""
 
@@ -209,53 +127,6 @@ class JobTable(StrictModel):
         return self
 
 
-_DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(PipelineOptions)}
-
-
-class StagesTable(StrictModel):
-    """The part of ``[pipeline]`` that says how a step is cut and in which order it runs, wherever that is."""
-
-    devices: Devices
-    microbatches: PositiveInt = 8
-    schedule: Annotated[str, BeforeValidator(_checked_schedule)] = _DEFAULTS["schedule"]
-    order: Literal["strict", "hint"] = Field(default=_DEFAULTS["order"], description='must be "strict" or "hint"')
-    checkpoint: CheckpointName = CheckpointMode(_DEFAULTS["checkpoint"])
-    balance: Balance = _DEFAULTS["balance"]
-    stages: PositiveInt | None = _DEFAULTS["stages"]
-
-    @field_validator("order", "stages")
-    @classmethod
-    def _suits_auto(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.data.get("schedule") == AUTO:
-            if info.field_name == "order" and value != "strict":
-                raise ValueError(f'must be "strict" with schedule "{AUTO}"')
-            if info.field_name == "stages" and value is not None:
-                raise ValueError(f'leave it out with schedule "{AUTO}", which chooses it')
-        return value
-
-
-class PipelineTable(StagesTable):
-    """``[pipeline]``: devices, and options of ``asyncpipe.Pipeline``, which ``PipelineOptions`` explains.
-
-    The defaults are those of the options.
-    """
-
-    workers: Workers = "threads"
-    """Where the devices' threads are: in this process, in worker processes of this machine, or on hosts, which ``ray``
-    or ``torchrun`` have; devices may have hosts there (``"host-a/cuda:0"``). Losses and weights are the same to the
-    last bit, and a run may go on from the snapshots of any.
-
-    Gradients stay in the workers, so each stage is updated inside the step: a job with workers has
-    ``training.overlap = true``. On a pool, whoever made the pool decides."""
-    offload: Offload = _DEFAULTS["offload"]
-    transport: TransportName = Field(
-        default=_DEFAULTS["transport"], description=f"must be one of {', '.join(get_args(TransportName))}"
-    )
-    """How tensors get from one worker to another. On a pool, whoever made the pool decides."""
-    compile: Annotated[bool | Literal["cudagraphs"] | dict[str, Any], BeforeValidator(_checked_compile)] = False
-    """Whether stages are compiled: true, "cudagraphs", or a table of arguments for ``torch.compile``."""
-
-
 class RayTable(StrictModel):
     """``[ray]``: options of ``asyncpipe.RayWorkers``, which explains them; for ``pipeline.workers = "ray"``."""
 
@@ -279,7 +150,7 @@ class TrainingTable(StrictModel):
 
     steps: PositiveInt
     batch_size: PositiveInt
-    """Samples of a step, over all micro-batches."""
+    """Samples of a step, over all micro-batches of all replicas."""
     learning_rate: PositiveFloat
     """The highest learning rate, which is reached after the warm-up."""
     warmup_steps: NonNegativeInt = 0
@@ -394,6 +265,15 @@ def check_workers(workers: str | Mapping[str, str], training: TrainingTable) -> 
         )
 
 
+def check_shards(pipeline: StagesTable, training: TrainingTable) -> None:
+    """Raise ``ValueError`` if replicas are to have parts of an optimizer that is not theirs."""
+    if pipeline.shard_optimizer and not training.overlap:
+        raise ValueError(
+            "pipeline.shard_optimizer: each replica updates a part of the weights inside the step: set "
+            "training.overlap = true, or shard_optimizer = false"
+        )
+
+
 class Job(StrictModel):
     """A job file. For validation, ``context={"path": ...}`` gives ``path``."""
 
@@ -413,6 +293,7 @@ class Job(StrictModel):
     def _check_together(self) -> Self:
         check_overlap(self.training, self.faults)
         check_workers(self.pipeline.workers, self.training)
+        check_shards(self.pipeline, self.training)
         return self
 
     def model_post_init(self, context: dict[str, Path] | None) -> None:

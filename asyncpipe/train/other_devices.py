@@ -95,6 +95,8 @@ def split_anew(job: Job, model: object, gone: Collection[str], costs: StepCosts,
         raise NotSplit("its stages draw random numbers, which follow from their number")
     if table.stages is not None:
         raise NotSplit(f"it asks for {table.stages} stages")
+    if table.replicas > 1:
+        raise NotSplit("it has replicas")
     if isinstance(table.offload, tuple):
         raise NotSplit("it says what each of its stages offloads")
     weights = [1.0 + sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

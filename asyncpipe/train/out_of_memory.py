@@ -76,10 +76,15 @@ def _fixed(pipe: Pipeline, stage: Stage) -> Iterator[tuple[str, int]]:
     # The gradients of the failed step are freed already; they had the sizes of the trained parameters.
     yield "gradients", _size(p for p in parameters if p.requires_grad)
     yield "buffers", _size(stage.module.buffers())
-    if not stage.device.is_elsewhere and (optimizer := pipe.optimizers.get(stage.index)) is not None:
+    if not stage.device.is_elsewhere and (optimizer := pipe.optimizers.get(stage.index % _row(pipe))):
         states = (value for state in optimizer.state.values() for value in state.values())
         here = stage.device.physical.type
         yield "optimizer state", _size(v for v in states if isinstance(v, Tensor) and v.device.type == here)
+
+
+def _row(pipe: Pipeline) -> int:
+    """How many stages a replica has. Each has an optimizer like that of the first one."""
+    return len(pipe.stages) // pipe.graph.wiring.rows
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
@@ -95,8 +100,9 @@ def _advice(error: TaskError, pipe: Pipeline, stage: Stage, graph: TaskGraph) ->
         yield from _ways_to_keep_less(pipe, graph, {graph.placement[other.index] for other in here})
         yield "a smaller batch_size"
     leaves = [module for module in stage.module.modules() if not [*module.children()]]
-    if len(here) < len(pipe.stages) and len(leaves) > 1:
-        yield f"fewer layers on stage {stage.index}, by balance"
+    row = _row(pipe)
+    if len({other.index % row for other in here}) < row and len(leaves) > 1:
+        yield f"fewer layers on stage {stage.index % row}, by balance"
     yield f"more memory than {physical} has" + (
         "" if len(here) == 1 else f", or other devices for some of the {len(here)} stages there"
     )
@@ -110,7 +116,6 @@ def _physical(pipe: Pipeline, stage: Stage) -> torch.device:
 
 def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int]) -> Iterator[str]:
     """Changes with which micro-batches keep less memory on ``devices``, which are one physical device."""
-    microbatches = graph.shape.microbatches
     now = _most_kept(graph, devices)
     for words, schedule, checkpoint, cut in (
         (
@@ -120,10 +125,10 @@ def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int
             1,
         ),
         ('schedule = "1f1b", which keeps fewer micro-batches at once', find_schedule("1f1b"), pipe.checkpoint, 1),
-        (f"more micro-batches than {microbatches}, which makes each smaller", pipe.schedule, pipe.checkpoint, 2),
+        (f"more micro-batches than {pipe.microbatches}, which makes each smaller", pipe.schedule, pipe.checkpoint, 2),
     ):
         with suppress(ScheduleError):  # The schedule does not support this shape.
-            shape = replace(graph.shape, microbatches=cut * microbatches)
+            shape = replace(graph.shape, microbatches=cut * graph.shape.microbatches)
             other = lower(schedule, shape, devices=graph.devices, checkpoint=checkpoint, wiring=graph.wiring)
             if _most_kept(other, devices) < cut * now:
                 yield words

@@ -35,7 +35,7 @@ def measure_job(
     with blaming_key(job, "pipeline"):
         return measure(
             workload.model,
-            _devices_here(job.pipeline.devices),
+            _devices_here(job.pipeline.row),
             _sample(job, workload),
             microbatches,
             steps=steps,
@@ -53,7 +53,7 @@ def choose_for(job: Job, workload: Workload, *, ahead: int = 0, progress: Callab
     with blaming_key(job, "pipeline"):
         return choose(
             workload.model,
-            _devices_here(table.devices),
+            _devices_here(table.row),
             _sample(job, workload),
             table.microbatches,
             balance=table.balance,

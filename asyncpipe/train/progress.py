@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -12,7 +13,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from asyncpipe.core.predict.report import Report
 from asyncpipe.core.records.compilations import CompiledStage
 
-__all__ = ["Meter", "ProgressSink", "RunStarted", "StepListener", "StepProgress", "TrainingSummary"]
+__all__ = [
+    "Meter",
+    "ProgressSink",
+    "RunStarted",
+    "StepListener",
+    "StepProgress",
+    "TrainingSummary",
+    "devices_text",
+]
 
 RECENT = 20
 """Losses and speeds are means over this many last steps."""
@@ -26,11 +35,23 @@ class RunStarted:
     steps: int
     parameters: int
     devices: tuple[str, ...]
-    """The names that the job file has."""
+    """The names that the job file has, replica by replica."""
     workers: tuple[str, ...] = ()
     """The worker processes that have them; empty if they are threads."""
     done: int = 0
     """The step of the snapshot from which it goes on; 0 at the beginning."""
+    replicas: int = 1
+
+    @property
+    def where(self) -> str:
+        """The devices, and which of them a replica has."""
+        return devices_text(self.devices, self.replicas)
+
+
+def devices_text(devices: Sequence[str], replicas: int) -> str:
+    """``cpu:0, cpu:1``; with replicas ``cpu:0, cpu:1 | cpu:2, cpu:3``."""
+    size = len(devices) // replicas
+    return " | ".join(", ".join(devices[first : first + size]) for first in range(0, len(devices), size or 1))
 
 
 @dataclass(frozen=True, slots=True)

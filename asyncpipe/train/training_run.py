@@ -279,6 +279,7 @@ class TrainingRun:
                     steps=self._job.training.steps,
                     parameters=sum(parameter.numel() for parameter in pipe.module.parameters()),
                     devices=self._job.pipeline.devices,
+                    replicas=self._job.pipeline.replicas,
                     workers=self._workers_of(pipe),
                     done=self._meter.step,
                 )
@@ -323,6 +324,7 @@ class TrainingRun:
             return Pipeline(
                 workload.model,
                 table.devices,
+                replicas=table.replicas,
                 microbatches=table.microbatches,
                 balance=table.balance,
                 stages=table.stages,
@@ -332,6 +334,7 @@ class TrainingRun:
                 loss_fn=workload.loss_fn,
                 on_nan="ignore",  # ``faults.non_finite`` says what becomes of one.
                 optimizer=None if staged is None else staged.make,
+                shard_optimizer=table.shard_optimizer,
                 gradient_norms=staged is not None,
                 feed=workload.batches if isinstance(workload.batches, Feed) else None,
                 observers=[*recorders, *self._observers],
@@ -446,7 +449,8 @@ class TrainingRun:
 
     async def _describe_schedule(self, pipe: Pipeline, snapshots: SnapshotWriter) -> str:
         """Let later snapshots name the pipeline's schedule; returns its SHA-256."""
-        shape = Shape(len(pipe.stages), pipe.microbatches, len(pipe.devices))
+        rows = self._job.pipeline.replicas  # Each has the schedule for itself.
+        shape = Shape(len(pipe.stages) // rows, pipe.microbatches, len(pipe.devices) // rows)
         identity = await in_thread(lambda: schedule_sha256(pipe.schedule, shape))
         snapshots.describe(self._job, identity)
         return identity

@@ -40,6 +40,8 @@ RECORD = {
     "step": 0,
     "steps": 450,
     "snapshot": None,
+    "devices": ["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
+    "replicas": 2,
 }
 
 
@@ -230,13 +232,13 @@ def test_snapshots_are_the_jobs_choice_but_for_their_place(tmp_path):
 
 
 def test_options_win_over_the_file(service, capsys):
-    options = ["--name", "mine", "--steps", "5", "--devices", "cpu:0, cpu:1", "--background"]
+    options = ["--name", "mine", "--steps", "5", "--devices", "cpu:0, cpu:1", "--replicas", "2", "--background"]
     sets = ["pipeline.schedule=interleaved", "service.weight=3", "job.entry=a.b:c", "job.parameters.width=8"]
     jobs(capsys, "submit", str(CHARLM), *options, *(word for each in sets for word in ("--set", each)))
     ((_, _, sent),) = service.sent
     assert (sent["name"], sent["entry"], sent["weight"], sent["priority_class"]) == ("mine", "a.b:c", 3, "background")
     assert sent["parameters"]["width"] == 8
-    assert sent["pipeline"]["devices"] == ["cpu:0", "cpu:1"]
+    assert (sent["pipeline"]["devices"], sent["pipeline"]["replicas"]) == (["cpu:0", "cpu:1"], 2)
     assert sent["pipeline"]["schedule"] == "interleaved"
     assert (sent["training"]["steps"], sent["training"]["batch_size"]) == (5, 32)
 
@@ -286,6 +288,7 @@ def test_one_job_is_shown_with_what_was_submitted(service, capsys):
     job = service.add()
     shown = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in jobs(capsys, "show", job)[0].splitlines())
     assert shown["state"] == "queued: submitted"
+    assert shown["devices"] == "cpu:0, cpu:1 | cpu:2, cpu:3"
     assert shown["training.steps"] == "450"
     assert shown["parameters.width"] == "8"
     assert json.loads(jobs(capsys, "show", job, "--json")[0])["id"] == job

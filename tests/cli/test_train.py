@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncpipe import cli
 from asyncpipe.train.job_file import Job
+from asyncpipe.train.progress import devices_text
 
 SERVED = find_spec("uvicorn") is not None
 """Whether there can be a live view here."""
@@ -249,6 +250,30 @@ def test_a_job_is_mapped_onto_the_devices_of_a_kind_in_turn(job, monkeypatch, ki
     monkeypatch.setattr("asyncpipe.train.lasting_run.LastingRun", build)
     with pytest.raises(Built, match=f"^{devices}"):
         cli.main(["train", str(job), "--device-type", kind])
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "rows"),
+    [
+        ('[["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]', (), "cpu:0, cpu:1 | cpu:2, cpu:3"),
+        ('[["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]', ("--device-type", "cuda"), "cuda:0, cuda:1 | cuda:2, cuda:3"),
+        ('["cpu:0", "cpu:1", "cpu:2", "cpu:3"]', ("--replicas", "2"), "cpu:0, cpu:1 | cpu:2, cpu:3"),
+        ('["cpu:0"]', ("--devices", "cpu:1,cpu:2", "--replicas", "2"), "cpu:1 | cpu:2"),
+        ('[["cpu:0"], ["cpu:1"]]', ("--devices", "cpu:1,cpu:2"), "cpu:1, cpu:2"),
+    ],
+)
+def test_replicas_have_their_devices_by_the_file_or_by_options(job, monkeypatch, devices, options, rows):
+    class Built(Exception):
+        """Ends the command before it trains."""
+
+    def build(job: Job, *_: object, **__: object) -> None:
+        raise Built(devices_text(job.pipeline.devices, job.pipeline.replicas))
+
+    job.write_text(re.sub(r"(?m)^devices = .*$", f"devices = {devices}", job.read_text()), encoding="utf-8")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("asyncpipe.train.lasting_run.LastingRun", build)
+    with pytest.raises(Built, match=f"^{re.escape(rows)}$"):
+        cli.main(["train", str(job), *options])
 
 
 @pytest.mark.cuda

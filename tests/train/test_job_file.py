@@ -120,6 +120,23 @@ def test_workers_of_ray_are_made_with_the_options_of_their_table(write):
         load_job(write(overlap, workers, ("[observe]\n", table.replace("device", "rack"))))
 
 
+@pytest.mark.parametrize(
+    "devices",
+    [
+        '[["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]',
+        '[["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]\nreplicas = 2',
+        '["cpu:0", "cpu:1", "cpu:2", "cpu:3"]\nreplicas = 2',
+    ],
+)
+def test_devices_of_replicas_are_a_list_for_each_or_one_list(write, devices):
+    job = load_job(write(('["cpu:0", "cpu:1"]', devices)))
+    assert (job.pipeline.replicas, job.pipeline.row) == (2, ("cpu:0", "cpu:1"))
+    assert job.pipeline.devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+    assert PipelineTable.model_validate_json(job.pipeline.model_dump_json()) == job.pipeline
+    other = load_job(job.path, {"pipeline.devices": ["cpu:0", "cpu:1"], "pipeline.replicas": None})
+    assert other.pipeline.replicas == 1
+
+
 def test_a_table_that_is_absent_is_made_of_what_overrides_it(write):
     job = load_job(write())
     assert job.override("snapshots", folder=None) == job
@@ -154,6 +171,29 @@ WRONG = [
     ('["cpu:0", "cpu:1"]', '"cpu:0"', "pipeline.devices", ["list of at least one device name", 'got "cpu:0"']),
     ('["cpu:0", "cpu:1"]', "[]", "pipeline.devices", ["list of at least one device name", "got []"]),
     ('["cpu:0", "cpu:1"]', '["cpu:0", 1]', "pipeline.devices[1]", ["device name", "got 1"]),
+    ('["cpu:0", "cpu:1"]', '[["cpu:0"], "cpu:1"]', "pipeline.devices", ["as many devices for each replica", "got [["]),
+    ('["cpu:0", "cpu:1"]', '[["a", "b"], ["c"]]', "pipeline.devices", ["as many devices for each replica", "got [["]),
+    ('["cpu:0", "cpu:1"]', "[[], []]", "pipeline.devices", ["as many devices for each replica", "got [[], []]"]),
+    (
+        '["cpu:0", "cpu:1"]',
+        '[["cpu:0"], ["cpu:1"]]\nreplicas = 3',
+        "pipeline.devices",
+        ["has 2 lists, one for each replica, and pipeline.replicas is 3; leave it out"],
+    ),
+    (
+        '["cpu:0", "cpu:1"]',
+        '["cpu:0", "cpu:1", "cpu:2"]\nreplicas = 2',
+        "pipeline.devices",
+        ["must be as many for each of the 2 replicas, which 3 are not"],
+    ),
+    ('"gpipe"', '"gpipe"\nreplicas = 0', "pipeline.replicas", ["integer of at least 1", "got 0"]),
+    ('"gpipe"', '"gpipe"\nshard_optimizer = 1', "pipeline.shard_optimizer", ["must be true or false", "got 1"]),
+    (
+        '"gpipe"',
+        '"gpipe"\nshard_optimizer = true',
+        "pipeline.shard_optimizer",
+        ["set training.overlap = true, or shard_optimizer = false"],
+    ),
     ('["cpu:0", "cpu:1"]', '["cpu:0", "abacus"]', "pipeline", ["'abacus'", "'cpu:N' and 'cuda:N'"]),
     ('"gpipe"', '"zigzag"', "pipeline.schedule", ["must be one of 1f1b, ", 'got "zigzag"']),
     ('"gpipe"', "3", "pipeline.schedule", ["must be one of 1f1b, ", "got 3"]),

@@ -57,6 +57,7 @@ class JobSummary(_ResponseModel):
     steps: int | None = Field(description="Steps in all.")
     snapshot: str | None = Field(description="Name of the newest snapshot.")
     devices: list[str] = Field(description="As they were submitted; the service may have moved the job since.")
+    replicas: int = Field(ge=1, description="How many replicas share them, each with as many, in this order.")
     waits_for: str | None = Field(
         description="Why a queued job has not started, or for which lost workers a running one waits."
     )
@@ -107,7 +108,7 @@ def _summary(record: JobRecord, outlook: Outlook, longest: int) -> dict[str, Any
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
     of_record = (
         "id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from", "name", "entry",
-        "priority_class", "weight", "deadline", "memory", "schedule", "steps",
+        "priority_class", "weight", "deadline", "memory", "schedule", "steps", "replicas",
     )  # fmt: skip
     snapshot = record.snapshot
     return {

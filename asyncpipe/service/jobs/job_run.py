@@ -218,7 +218,7 @@ class JobRun:
         if run.done or self.pace.has_begun:  # Else nothing went before.
             self.view.go_on(run.done, self._earlier)
         self._earlier = []
-        self.noted(logging.INFO, f"started on {', '.join(run.devices)}, {run.parameters:,} parameters")
+        self.noted(logging.INFO, f"started on {run.where}, {run.parameters:,} parameters")
 
     def stepped(self, progress: StepProgress) -> None:
         """A step has ended; it is in the log when this returns, and in the store soon."""

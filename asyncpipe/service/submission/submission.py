@@ -56,6 +56,7 @@ from asyncpipe.train.job_file import (
     StagesTable,
     TrainingTable,
     check_overlap,
+    check_shards,
 )
 from asyncpipe.train.validation import StrictModel, WrongKey, set_key, shown, wrong_keys
 
@@ -144,6 +145,7 @@ Tags = Annotated[list[Tag], AfterValidator(_once), Field(max_length=MAX_TAGS, de
 class SubmittedPipeline(StagesTable):
     """``pipeline``: as in a job file, but with the operator's devices, workers and registered schedules only."""
 
+    replicas: Annotated[int, _up_to(MOST_DEVICES)] = 1
     microbatches: Annotated[int, _up_to(MOST_MICROBATCHES)] = 8
     schedule: Annotated[str, BeforeValidator(_named_schedule)] = "1f1b"
     stages: Annotated[int, _up_to(MOST_STAGES)] | None = None
@@ -189,6 +191,7 @@ class Submission(StrictModel):
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
         check_overlap(self.training, self.faults)
+        check_shards(self.pipeline, self.training)
         return self
 
 
@@ -303,8 +306,10 @@ def _wrong_for_service(text: str | bytes, settings: ServiceSettings, entries: En
         case {"entry": str() as entry} if "parameters" not in found:
             yield from _wrong_entry(entry, {}, entries)
     match found:
-        case {"pipeline": {"devices": [*devices]}} if all(isinstance(device, str) for device in devices):
-            yield from _wrong_devices(devices, settings)
+        case {"pipeline": {"devices": [*rows]}}:
+            devices = [device for row in rows for device in (row if isinstance(row, list) else [row])]
+            if all(isinstance(device, str) for device in devices):
+                yield from _wrong_devices(devices, settings)
 
 
 def _wrong_entry(entry: str, parameters: Mapping[str, Any], entries: Entries) -> Iterator[WrongKey]:
@@ -356,23 +361,25 @@ def _wrong_schedule(pipeline: StagesTable) -> Iterator[WrongKey]:
     try:
         schedule = find_schedule(pipeline.schedule, order=pipeline.order)
         stages = stages_of(pipeline, schedule)
-        if stages > MOST_STAGES or stages * pipeline.microbatches > MOST_ACTIONS:
+        rows = pipeline.replicas
+        if stages * rows > MOST_STAGES or stages * rows * pipeline.microbatches > MOST_ACTIONS:
             most = f"{MOST_STAGES} stages, and {MOST_ACTIONS} stages times micro-batches"
-            yield WrongKey("pipeline", f"{stages} stages of {pipeline.microbatches} micro-batches: at most {most}")
+            which = f"{stages} stages of {pipeline.microbatches} micro-batches" + f", {rows} replicas" * (rows > 1)
+            yield WrongKey("pipeline", f"{which}: at most {most}")
             return
         with blaming(f"schedule {schedule.name!r}: check"):
-            schedule.check(Shape(stages, pipeline.microbatches, len(pipeline.devices)))
+            schedule.check(Shape(stages, pipeline.microbatches, len(pipeline.row)))
     except AsyncpipeError as error:
         yield WrongKey("pipeline.schedule", str(error))
 
 
 def stages_of(pipeline: StagesTable, schedule: Schedule) -> int:
-    """The number of stages; for a traced model, the number that the schedule prefers."""
+    """The number of stages of a replica; for a traced model, the number that the schedule prefers."""
     if pipeline.stages is not None:
         return pipeline.stages
     if pipeline.balance != AUTO:
         return len(pipeline.balance)
-    return len(pipeline.devices) * schedule.virtual
+    return len(pipeline.row) * schedule.virtual
 
 
 # The job

@@ -217,7 +217,7 @@ def with_chosen_schedule(job: Job, manifest: Manifest) -> Job:
         before = PipelineTable.model_validate(manifest.parameters.get("pipeline"))
     except ValidationError:
         return job
-    same = (before.devices, before.microbatches) == (job.pipeline.devices, job.pipeline.microbatches)
+    same = all(getattr(before, key) == getattr(job.pipeline, key) for key in ("devices", "replicas", "microbatches"))
     here = {"workers": job.pipeline.workers, "transport": job.pipeline.transport}
     before = before.model_copy(update=here)
     return job.model_copy(update={"pipeline": before}) if same and before.schedule != AUTO else job

@@ -31,6 +31,14 @@ async def test_a_job_is_submitted_and_shown(tmp_path: Path) -> None:
         assert (status, shown) == (200, job)
 
 
+async def test_devices_of_replicas_are_shown_one_behind_the_other(tmp_path: Path) -> None:
+    async with mounted(tmp_path) as api:
+        pipeline = {"devices": [["cpu:0"], ["cpu:1"]], "schedule": "gpipe"}
+        _, job, _ = await api.ask("POST", "/v1/jobs", submission(pipeline=pipeline))
+        assert (job["devices"], job["replicas"]) == (["cpu:0", "cpu:1"], 2)
+        assert (await api.ask("POST", "/v1/jobs", submission()))[1]["replicas"] == 1
+
+
 async def test_the_same_key_gives_the_same_job(tmp_path: Path) -> None:
     async with mounted(tmp_path) as api:
         first = await api.ask("POST", "/v1/jobs", submission(), Idempotency_Key="one")

@@ -59,6 +59,11 @@ export function complain(text) {
 }
 $('dismiss').addEventListener('click', () => { complain(''); document.querySelector('h1').focus(); });
 
+// By replica: 'cpu:0, cpu:1 | cpu:2, cpu:3'.
+export function devicesText({ devices, replicas }) {
+  return (devices ?? []).map((device, i) => (i ? i % (devices.length / (replicas ?? 1)) ? ', ' : ' | ' : '') + device).join('');
+}
+
 export function speed({ steps_per_second: steps, tokens_per_second: tokens }) {
   if (!steps) return '';
   const paced = steps >= 1 ? `${short(steps)} steps/s` : `${span(1 / steps)} a step`;

@@ -1,6 +1,6 @@
 // What the page of a job shows around its run: its state and why, what can be done, and how it came there.
 
-import { FAILED, agreed, carryOut, complain, possible, showButtons, speed } from './actions.js';
+import { FAILED, agreed, carryOut, complain, devicesText, possible, showButtons, speed } from './actions.js';
 import { ask, turns } from './api.js';
 import { $, ago, fill, lossText, make, size, span, whole, write } from './text.js';
 
@@ -47,7 +47,7 @@ function showFacts() {
     ['Trained for', job.trained_seconds > 0 ? span(job.trained_seconds) : ''],
     ['Time left', job.left_seconds ? `about ${span(job.left_seconds)}` : ''],
     ['Place in the queue', job.place ? whole(job.place) : ''],
-    ['Devices', (job.devices ?? []).join(', ')],
+    ['Devices', devicesText(job)],
     ['Schedule', job.schedule ?? ''],
     ['Entry', job.entry],
     ['Class', job.priority_class + (job.weight === 1 ? '' : `, weight ${job.weight}`)],

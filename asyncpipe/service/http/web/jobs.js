@@ -1,7 +1,7 @@
 // The jobs of a service: asks the API every two seconds, and shows what it says. Which jobs are shown is kept in the
 // page's address, so that a list can be bookmarked and sent to somebody. Data goes into the page as text, never as markup.
 
-import { agreed, carryOut, complain, pace, possible, showButtons } from './actions.js';
+import { agreed, carryOut, complain, devicesText, pace, possible, showButtons } from './actions.js';
 import { address, ask, turns } from './api.js';
 import * as compare from './compare.js';
 import { $, ago, count, make, whole, write } from './text.js';
@@ -118,7 +118,8 @@ function fillRow(row, job) {
   write(part('.name'), job.name);
   write(part('.tags'), job.tags.join(', '));
   write(part('.facts'), [
-    job.entry, job.schedule, places.length > 2 ? count(places.length, 'device') : places.join(', '),
+    job.entry, job.schedule, job.replicas > 1 ? count(job.replicas, 'replica') : '',
+    places.length > 2 ? count(places.length, 'device') : devicesText(job),
     job.priority_class === 'background' ? 'background' : '', ago(job.updated),
   ].filter(Boolean).join(' · '));
   write(part('.state'), job.asked ? `${job.state}, to be ${job.asked}` : job.state);

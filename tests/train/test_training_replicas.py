@@ -1,0 +1,108 @@
+"""Runs with replicas: figures and states are those of one pipeline with as many micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resume_helpers import STEPS, disturb, make_chain, make_job
+from run_helpers import Told, clean_state, plain, with_nan
+from torch import nn
+
+from asyncpipe.train.job_file import Job
+from asyncpipe.train.progress import RunStarted, StepProgress
+from asyncpipe.train.training_run import TrainingRun
+from asyncpipe.train.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("snapshot_each_step")
+
+ONE = {"devices": ["cpu:0", "cpu:1"], "microbatches": 4}
+ROWS = {"devices": [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]], "microbatches": 2}
+OVERLAP = {"training": {"overlap": True, "clip": None}, "faults": {"step_retries": 0}}
+"""Each stage is updated in the step; otherwise one optimizer, which clips, updates all stages behind it."""
+
+
+class Figures(Told):
+    def __init__(self) -> None:
+        super().__init__()
+        self.figures: list[float] = []
+        self.where = ""
+
+    def started(self, run: RunStarted) -> None:
+        self.where = run.where
+
+    def stepped(self, progress: StepProgress) -> None:
+        self.figures += [progress.loss, progress.gradient_norm, progress.learning_rate]
+        super().stepped(progress)
+
+
+def whole() -> Workload:
+    """Draws and counts. A bias in front of a batch norm has no gradient but rounding, which AdamW makes large."""
+    workload = plain()
+    assert isinstance(workload.model, nn.Sequential)
+    workload.model[0].bias = None
+    return workload
+
+
+def job_of(folder: Path, pipeline: dict[str, Any], **tables: dict[str, Any]) -> Job:
+    return make_job(folder, pipeline=pipeline, snapshots={"every": 99}, **tables)
+
+
+async def trained(job: Job, make: Callable[[], Workload] = whole) -> tuple[Figures, Any]:
+    disturb()
+    told = Figures()
+    summary = await TrainingRun(job, make, progress=told).run()
+    assert summary.steps == STEPS
+    assert summary.snapshot is not None
+    return told, clean_state(summary.snapshot)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tables"),
+    [
+        ({}, {}),
+        ({"schedule": "gpipe"}, OVERLAP),
+        ({"shard_optimizer": True}, OVERLAP),
+    ],
+    ids=["clipped", "in the step", "sharded"],
+)
+async def test_a_run_has_the_figures_and_states_of_one_pipeline(tmp_path, rows, tables):
+    one, states = await trained(job_of(tmp_path / "one", ONE, **tables))
+    many, others = await trained(job_of(tmp_path / "many", ROWS | rows, **tables))
+    assert (one.where, many.where) == ("cpu:0, cpu:1", "cpu:0, cpu:1 | cpu:2, cpu:3")
+    assert many.figures == pytest.approx(one.figures, rel=1e-10)
+    for name in ("model", "optimizer"):
+        torch.testing.assert_close(others[name], states[name], rtol=0, atol=1e-10)
+
+
+async def test_an_update_is_skipped_in_all_replicas(tmp_path):
+    skip = {"faults": {"non_finite": "skip"}}
+
+    def make() -> Workload:
+        return replace(whole(), batches=with_nan(2))  # Of the second replica's first micro-batch.
+
+    one, states = await trained(job_of(tmp_path / "one", ONE, **skip), make)
+    many, others = await trained(job_of(tmp_path / "many", ROWS, **skip), make)
+    assert one.skipped == many.skipped == [step == 2 for step in range(STEPS)]
+    torch.testing.assert_close(others["model"], states["model"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.long
+async def test_threads_and_processes_have_the_same_bits(tmp_path):
+    found = []
+    workers = {f"cpu:{number}": f"row {number // 2}" for number in range(4)}
+    for name, more in (("threads", {}), ("processes", {"workers": workers})):
+        job = job_of(tmp_path / name, ROWS | more, **OVERLAP)
+        told, states = await trained(job, make_chain(tied=False))
+        found.append((told.figures, *states["model"].values()))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1:], found[1][1:]))
+
+
+async def test_a_schedule_that_is_chosen_suits_one_replica(tmp_path):
+    told, _ = await trained(job_of(tmp_path / "auto", ROWS | {"schedule": "auto"}), make_chain(tied=False))
+    assert any(phase.startswith("chosen: ") for phase in told.phases)
