@@ -150,8 +150,9 @@ async def test_steps_of_replicas_overlap_with_the_same_bits():
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("optimizer", [momentum, None])
-def test_a_backward_of_the_callers_own_gathers_all_gradients(optimizer):
+def test_a_backward_of_the_callers_own_gathers_all_gradients(optimizer, calls):
     found = []
     for replicas in (1, 2):
         model = make_model(norm=False)
@@ -161,7 +162,7 @@ def test_a_backward_of_the_callers_own_gathers_all_gradients(optimizer):
         pieces = MOST * 2 // replicas
         with opened(model, replicas, pieces, optimizer=optimizer).sync() as pipe:
             for _ in range(2):
-                nn.functional.mse_loss(pipe(x), target).backward()
+                sum(nn.functional.mse_loss(pipe(x), target) for _ in range(calls)).backward()
         found.append([x.grad, *[each.grad for each in model.parameters()]])
     assert_equal(*found)
 

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Bucket", "Overlap", "buckets"]
+__all__ = ["Bucket", "Section", "SectionRun", "buckets"]
+
+ALIGNED = 64
+"""Elements. A tensor that begins at a multiple of them arrives at another worker without being copied again."""
+LARGE = 1 << 17
+"""Elements. Smaller tensors are copied behind each other, to be handled as one."""
 
 
-class Overlap(NamedTuple):
+class Section(NamedTuple):
     """What a part of a bucket has of one parameter."""
 
     number: int
     """That of the parameter in the bucket."""
     elements: slice
     """Of the parameter."""
+    place: slice
+    """Of the part."""
+
+
+class SectionRun(NamedTuple):
+    """What is handled as one tensor: a large overlap, or some small ones in a row."""
+
+    overlaps: list[Section]
     place: slice
     """Of the part."""
 
@@ -36,17 +50,35 @@ class Bucket(NamedTuple):
 
     def part(self, replica: int, replicas: int) -> range:
         """The elements that one of so many replicas adds up."""
-        length = -(-self.size // replicas)
-        return range(min(self.size, replica * length), min(self.size, (replica + 1) * length))
+        return range(self._cut(replica, replicas), self._cut(replica + 1, replicas))
 
-    def overlaps(self, part: range) -> Iterator[Overlap]:
+    def _cut(self, replica: int, replicas: int) -> int:
+        """Where the part of ``replica`` begins."""
+        cut = min(self.size, replica * -(-self.size // replicas))
+        number = bisect_right(self.ends, cut)
+        start = self.ends[number - 1] if number else 0
+        is_large = cut < self.size and self.ends[number] - start >= LARGE
+        return cut - (cut - start) % ALIGNED if is_large else cut
+
+    def overlaps(self, part: range) -> Iterator[Section]:
         """What ``part`` has of each parameter of which it has something."""
         start = 0
         for number, end in enumerate(self.ends):
             low, high = max(start, part.start), min(end, part.stop)
             if low < high:
-                yield Overlap(number, slice(low - start, high - start), slice(low - part.start, high - part.start))
+                yield Section(number, slice(low - start, high - start), slice(low - part.start, high - part.start))
             start = end
+
+    def runs(self, part: range) -> Iterator[SectionRun]:
+        """What ``part`` has, in tensors that are large or few."""
+        run: list[Section] = []
+        for overlap in self.overlaps(part):
+            if run and overlap.place.stop - run[0].place.start > LARGE:
+                yield SectionRun(run, slice(run[0].place.start, run[-1].place.stop))
+                run = []
+            run.append(overlap)
+        if run:
+            yield SectionRun(run, slice(run[0].place.start, run[-1].place.stop))
 
 
 def buckets(parameters: Sequence[Tensor], most_bytes: int) -> list[Bucket]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import OptionError
-from asyncpipe.ops.execute.buckets import Bucket, Overlap
+from asyncpipe.ops.execute.buckets import Bucket, Section
 from asyncpipe.ops.execute.host_optimizer import on_host, original
 
 __all__ = ["Piece", "Shard", "check_elementwise", "cut", "joined", "piece_of"]
@@ -66,7 +66,7 @@ class Shard:
 
         Raises ``OptionError`` for a parameter whose elements do not lie behind each other.
         """
-        self._pieces: list[list[tuple[nn.Parameter, Overlap]]] = []
+        self._pieces: list[list[tuple[nn.Parameter, Section]]] = []
         """By bucket: the pieces, and where they are."""
         by_parameter: dict[nn.Parameter, nn.Parameter] = {}
         for bucket, part in zip(buckets, parts, strict=True):
@@ -76,7 +76,7 @@ class Shard:
                 piece = by_parameter[parameter] = _piece(parameter, overlap.elements)
                 mine.append((piece, overlap))
             self._pieces.append(mine)
-        _replace(optimizer, by_parameter, hosted=hosted)
+        _give_pieces(optimizer, by_parameter, hosted=hosted)
 
     def take(self, reduced: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Make the sums of the parts, by bucket, the gradients of the pieces."""
@@ -102,7 +102,7 @@ def piece_of(parameter: nn.Parameter) -> Piece | None:
     return getattr(parameter, _PIECE, None)
 
 
-def _replace(
+def _give_pieces(
     optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Parameter, nn.Parameter], *, hosted: bool = False
 ) -> None:
     for group in optimizer.param_groups:

@@ -15,7 +15,7 @@ from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
-from asyncpipe.ops.execute.replica_sums import ReplicaSums, Share, added_up
+from asyncpipe.ops.execute.replica_sums import Contribution, ReplicaSums
 from asyncpipe.ops.execute.step_tensors import StepTensors
 
 __all__ = ["Reductions"]
@@ -50,10 +50,11 @@ class Reductions:
                 share = self._share(stage, task)
             if share is not None:  # Otherwise the replica has no micro-batch.
                 shares.append(share)
+        sums, row = self._of(task.stage), self._rows.stage_row(task.stage)
         with torch.no_grad():
-            total, present = added_up(iter(shares))
-            if self._is_final and not self._rows.stage_row(task.stage):
-                total, present = self._of(task.stage).after_hooks(bucket, total, present, self._guard)
+            total, present = sums.add_up(row, bucket, shares)
+            if self._is_final and not row:
+                total, present = sums.after_hooks(bucket, total, present, self._guard)
         self._tensors.reduced[task.stage, bucket] = total, present
 
     def gather(self, task: Task) -> None:
@@ -64,8 +65,12 @@ class Reductions:
         bucket = _bucket(task)
         parts = [self._tensors.reduced[stage, bucket] for stage in self._rows.replicas(task.stage)]
         with torch.no_grad():
-            whole = torch.cat([values for values, _ in parts])
-        self._of(task.stage).spread(self._rows.stage_row(task.stage), bucket, whole, parts[0][1])
+            values = [values for values, _ in parts]
+            self._of(task.stage).spread(self._rows.stage_row(task.stage), bucket, values, parts[0][1])
+        if not self._is_final:
+            # Another backward of the same pass would add its own to them, and they would be added up twice.
+            for stage in self._rows.replicas(task.stage)[1:]:
+                self._of(stage).drop_gradients(self._rows.stage_row(stage), bucket)
 
     def begin_update(self, stage: int) -> None:
         """Make what was added up the gradients that the optimizer of ``stage`` uses."""
@@ -92,29 +97,28 @@ class Reductions:
     def taken(self, stage: int, waiting: Task) -> list[Tensor | None]:
         """What ``stage`` has for a task of a replica in another worker."""
         if waiting.kind is TaskKind.REDUCE:
-            return list(self._share(stage, waiting))
+            values, present, counted, earlier = self._share(stage, waiting)
+            return [*values, present, counted, *(earlier or ())]
         if self._shards:
             with torch.no_grad():
-                return [self._of(stage).updated(self._rows.stage_row(stage), _bucket(waiting))]
+                return [*self._of(stage).updated(self._rows.stage_row(stage), _bucket(waiting))]
         return list(self._tensors.reduced[stage, _bucket(waiting)])
 
     def arrived(self, stage: int, waiting: Task, tensors: Sequence[Tensor | None]) -> None:
         """Put what ``taken`` has returned in the worker of ``stage`` where ``waiting`` finds it."""
-        values, *rest = tensors
-        assert values is not None
-        if not rest:
-            self._tensors.updated[waiting.stage, _bucket(waiting), stage] = values
-            return
-        present, *rest = rest
-        assert present is not None
+        bucket, key = _bucket(waiting), (waiting.stage, _bucket(waiting), stage)
         if waiting.kind is TaskKind.REDUCE:
-            counted, earlier = rest
-            share = Share(values, present, counted, earlier)
-            self._tensors.shares[waiting.stage, _bucket(waiting), stage] = share
+            count = self._of(waiting.stage).runs(self._rows.stage_row(waiting.stage), bucket)
+            counted, present = tensors[count + 1], *_there(tensors[count : count + 1])
+            earlier = _there(tensors[count + 2 :]) or None
+            self._tensors.shares[key] = Contribution(_there(tensors[:count]), present, counted, earlier)
+        elif self._shards:
+            self._tensors.updated[key] = _there(tensors)
         else:
-            self._tensors.reduced[stage, _bucket(waiting)] = values, present
+            values, present = _there(tensors)
+            self._tensors.reduced[stage, bucket] = values, present
 
-    def _share(self, stage: int, task: Task) -> Share:
+    def _share(self, stage: int, task: Task) -> Contribution:
         row = self._rows.stage_row(stage)
         count = self._tensors.count_of(self._rows.microbatches_of(row)) if self._is_final else None
         earlier = self._guard.earlier if self._is_final and not row else None
@@ -129,3 +133,7 @@ class Reductions:
 def _bucket(task: Task) -> int:
     assert task.bucket is not None
     return task.bucket
+
+
+def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]

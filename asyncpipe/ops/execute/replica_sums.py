@@ -23,26 +23,26 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import OptionError, StageError
-from asyncpipe.ops.execute.buckets import buckets
+from asyncpipe.ops.execute.buckets import Section, buckets
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.optimizer_shards import Shard
 from asyncpipe.ops.execute.parameter_hooks import hooked
 
-__all__ = ["BUCKET_BYTES", "ReplicaSums", "Share", "added_up"]
+__all__ = ["BUCKET_BYTES", "ReplicaSums", "Contribution"]
 
 BUCKET_BYTES = 25 << 20
 
 
-class Share(NamedTuple):
+class Contribution(NamedTuple):
     """What one replica has of a part of a bucket, for the replica that adds it up."""
 
-    values: Tensor
-    """Its gradients in this part, as a vector."""
+    values: Sequence[Tensor]
+    """Its gradients in this part, a vector for each run (``buckets.py``)."""
     present: Tensor
     """For each parameter of the bucket, whether it has a gradient there; on the host."""
     counted: Tensor | None
     """The sum of its losses' counts, if they come with counts."""
-    earlier: Tensor | None
+    earlier: Sequence[Tensor] | None
     """Of replica 0: the gradients in this part that were there before the step."""
 
 
@@ -52,17 +52,19 @@ class ReplicaSums:
     def __init__(self, stage: int, parameters: Mapping[int, Sequence[nn.Parameter]], most_bytes: int) -> None:
         """``parameters``: of each replica, the same in the same order; those of replicas elsewhere have no values."""
         self._stage = stage
-        self._parameters = parameters
+        self._by_replica = parameters
         self.buckets = buckets(parameters[0], most_bytes)
         self._hooked: set[int] = set()
         """The buckets of which replica 0 adds up all."""
+        self._totals: dict[tuple[int, int], Tensor] = {}
+        """By replica of this process and bucket: memory for the sum of its part."""
         self._shards: dict[int, Shard] = {}
         """By replica of this process whose optimizer updates its parts alone."""
 
     def shard(self, replica: int, optimizer: torch.optim.Optimizer, *, hosted: bool) -> None:
         """Have ``optimizer``, which was made of all parameters of ``replica``, update its parts alone."""
-        parts = [bucket.part(replica, len(self._parameters)) for bucket in self.buckets]
-        self._shards[replica] = Shard(self._parameters[replica], self.buckets, parts, optimizer, hosted=hosted)
+        parts = [bucket.part(replica, len(self._by_replica)) for bucket in self.buckets]
+        self._shards[replica] = Shard(self._by_replica[replica], self.buckets, parts, optimizer, hosted=hosted)
 
     def begin(self) -> None:
         """A step begins: look for hooks of parameters. Raises ``OptionError`` where no replica has a whole gradient."""
@@ -77,15 +79,16 @@ class ReplicaSums:
         """Make what the replica has added up of each bucket the gradients that its optimizer uses."""
         self._shards[replica].take(reduced)
 
-    def updated(self, replica: int, bucket: int) -> Tensor:
-        """The parameters that ``replica`` has updated, as a vector."""
-        return self._vector(self.of(replica, bucket), bucket, self.part(replica, bucket), torch.Tensor.detach)
+    def updated(self, replica: int, bucket: int) -> list[Tensor]:
+        """The parameters that ``replica`` has updated, run by run."""
+        return self._values(self.of(replica, bucket), bucket, self.part(replica, bucket), Tensor.detach)
 
-    def put(self, replica: int, other: int, bucket: int, values: Tensor) -> None:
+    def put(self, replica: int, other: int, bucket: int, values: Sequence[Tensor]) -> None:
         """Have in ``replica`` the parameters that ``other`` has updated."""
         mine = self.of(replica, bucket)
-        for number, elements, place in self.buckets[bucket].overlaps(self.part(other, bucket)):
-            mine[number].view(-1)[elements].copy_(values[place])
+        for run, came in zip(self.buckets[bucket].runs(self.part(other, bucket)), values, strict=True):
+            for (number, elements, _), piece in _cut(came, run.overlaps):
+                _elements(mine[number], elements).copy_(piece)
 
     def drop_gradients(self, replica: int, bucket: int) -> None:
         """Everybody has what they need of the gradients of ``replica``."""
@@ -94,13 +97,13 @@ class ReplicaSums:
 
     def part(self, replica: int, bucket: int) -> range:
         """The elements of a bucket that ``replica`` adds up."""
-        replicas = 1 if bucket in self._hooked else len(self._parameters)
+        replicas = 1 if bucket in self._hooked else len(self._by_replica)
         return self.buckets[bucket].part(replica, replicas)
 
     def of(self, replica: int, bucket: int) -> Sequence[nn.Parameter]:
         """The parameters of a bucket."""
         first, ends = self.buckets[bucket]
-        return self._parameters[replica][first : first + len(ends)]
+        return self._by_replica[replica][first : first + len(ends)]
 
     def share(
         self,
@@ -109,70 +112,113 @@ class ReplicaSums:
         bucket: int,
         count: Tensor | None,
         earlier: Callable[[nn.Parameter], Tensor | None] | None,
-    ) -> Share:
+    ) -> Contribution:
         """What ``replica`` has for the part that ``taker`` adds up; ``earlier`` has the gradients before the step."""
         mine, part = self.of(replica, bucket), self.part(taker, bucket)
         has_gradient, before = [parameter.grad is not None for parameter in mine], None
         if earlier is not None and bucket not in self._hooked:
             had_gradient = [earlier(parameter) is not None for parameter in mine]
             if any(had_gradient):
-                before = self._vector(mine, bucket, part, earlier)
+                before = self._values(mine, bucket, part, earlier)
                 has_gradient = list(map(or_, has_gradient, had_gradient))
-        return Share(self._vector(mine, bucket, part, _gradient), torch.tensor(has_gradient), count, before)
+        return Contribution(self._values(mine, bucket, part, _gradient), torch.tensor(has_gradient), count, before)
 
-    def _vector(
+    def _values(
         self,
         parameters: Sequence[nn.Parameter],
         bucket: int,
         part: range,
         value: Callable[[nn.Parameter], Tensor | None],
-    ) -> Tensor:
-        pieces = []
-        for number, elements, _ in self.buckets[bucket].overlaps(part):
-            found = value(parameters[number])
-            if found is not None and found.layout is not torch.strided:
-                raise StageError(
-                    f"a parameter of stage {self._stage} has a sparse gradient, which replicas cannot add up in "
-                    "parts; give its embedding sparse=False, or leave the optimizer out of the pipeline"
-                )
-            length = elements.stop - elements.start
-            pieces.append(parameters[number].new_zeros(length) if found is None else found.reshape(-1)[elements])
-        return torch.cat(pieces) if pieces else parameters[0].new_zeros(0)
+    ) -> list[Tensor]:
+        """What ``part`` has of the values of ``parameters``, a vector for each run; no copies of large ones."""
+        found = []
+        for run in self.buckets[bucket].runs(part):
+            pieces = []
+            for number, elements, _ in run.overlaps:
+                tensor = value(parameters[number])
+                if tensor is None:
+                    pieces.append(parameters[number].new_zeros(elements.stop - elements.start))
+                    continue
+                if tensor.layout is not torch.strided:
+                    raise StageError(
+                        f"a parameter of stage {self._stage} has a sparse gradient, which replicas cannot add up in "
+                        "parts; give its embedding sparse=False, or leave the optimizer out of the pipeline"
+                    )
+                pieces.append(_elements(tensor, elements))
+            found.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        return found
+
+    def runs(self, replica: int, bucket: int) -> int:
+        """How many vectors are what others have for the part of ``replica``."""
+        return sum(1 for _ in self.buckets[bucket].runs(self.part(replica, bucket)))
+
+    def add_up(self, replica: int, bucket: int, shares: Sequence[Contribution]) -> tuple[Tensor, Tensor]:
+        """The sum of ``shares``, which are in the order of the replicas, and which parameters have a gradient.
+
+        The sum is in memory of the replica's, until its next sum: when all have gathered it.
+        """
+        part, first = self.part(replica, bucket), shares[0]
+        total = self._totals.get((replica, bucket))
+        if total is None or len(total) != len(part):
+            total = self._totals[replica, bucket] = self.of(replica, bucket)[0].new_empty(len(part))
+        present, counts = first.present.clone(), [each.counted for each in shares if each.counted is not None]
+        for share in shares[1:]:
+            present |= share.present
+        factor = sum(counts[1:], counts[0]).reciprocal().to(total.device) if counts else None
+        for run, (_, place) in enumerate(self.buckets[bucket].runs(part)):
+            out, values = total[place], [share.values[run] for share in shares]
+            if len(values) > 1:
+                torch.add(*values[:2], out=out)
+            else:
+                out.copy_(values[0])
+            for more in values[2:]:
+                out += more
+            if factor is not None:
+                out *= factor
+            if first.earlier is not None:
+                out += first.earlier[run]
+        return total, present
 
     def after_hooks(self, bucket: int, total: Tensor, present: Tensor, guard: GradientGuard) -> tuple[Tensor, Tensor]:
         """What replica 0 has added up of a bucket, after the hooks of its parameters if there are any."""
         if bucket not in self._hooked:
             return total, present
         mine = self.of(0, bucket)
-        self.spread(0, bucket, total, present)
+        self.spread(0, bucket, [total], present)
         guard.commit_some(mine)  # Adds the earlier gradients, too.
         left = torch.tensor([parameter.grad is not None for parameter in mine])
-        return self._vector(mine, bucket, self.part(0, bucket), _gradient), left
+        return torch.cat(self._values(mine, bucket, self.part(0, bucket), _gradient)), left
 
-    def spread(self, replica: int, bucket: int, whole: Tensor, present: Tensor) -> None:
-        """Make the vector ``whole`` the gradients of the bucket's parameters in ``replica``."""
-        start = 0
-        ends = self.buckets[bucket].ends
-        for parameter, end, is_present in zip(self.of(replica, bucket), ends, present.tolist(), strict=True):
-            parameter.grad = whole[start:end].view(parameter.shape) if is_present else None
-            start = end
+    def spread(self, replica: int, bucket: int, parts: Sequence[Tensor], present: Tensor) -> None:
+        """Make the ``parts`` of all replicas the gradients of the bucket's parameters in ``replica``.
+
+        They are copied: an optimizer may write to its gradients, while other replicas still read the parts.
+        """
+        gradients: list[Tensor | None] = []
+        for parameter, is_present in zip(self.of(replica, bucket), present.tolist(), strict=True):
+            gradient = parameter.grad if is_present else None
+            if is_present and (gradient is None or not gradient.is_contiguous()):
+                gradient = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            parameter.grad = gradient
+            gradients.append(gradient)
+        for other, values in enumerate(parts):
+            overlaps = list(self.buckets[bucket].overlaps(self.part(other, bucket)))
+            for (number, elements, _), piece in _cut(values, overlaps):
+                if (gradient := gradients[number]) is not None:
+                    _elements(gradient, elements).copy_(piece)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
     return parameter.grad
 
 
-def added_up(shares: Iterator[Share]) -> tuple[Tensor, Tensor]:
-    """The sum of ``shares``, which are in the order of the replicas, and which parameters have a gradient."""
-    first = next(shares)
-    total, present, count, earlier = first.values.clone(), first.present.clone(), first.counted, first.earlier
-    for share in shares:
-        total += share.values
-        present |= share.present
-        if share.counted is not None:
-            count = share.counted if count is None else count + share.counted
-    if count is not None:
-        total *= count.reciprocal().to(total.device)
-    if earlier is not None:
-        total += earlier
-    return total, present
+def _elements(tensor: Tensor, elements: slice) -> Tensor:
+    """Some elements of ``tensor``, as a vector; without a copy, if the tensor is contiguous."""
+    flat = tensor.reshape(-1)
+    return flat if elements.stop - elements.start == len(flat) else flat[elements]
+
+
+def _cut(values: Tensor, overlaps: Sequence[Section]) -> Iterator[tuple[Section, Tensor]]:
+    """Each overlap, and what ``values``, which are of all of them, have of it."""
+    lengths = [place.stop - place.start for _, _, place in overlaps]
+    return zip(overlaps, values.split_with_sizes(lengths), strict=True)

@@ -27,7 +27,7 @@ from asyncpipe.ops.autograd.checkpoint import Recomputation
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import to_device
 from asyncpipe.ops.execute.offloading import KeptActivations
-from asyncpipe.ops.execute.replica_sums import Share
+from asyncpipe.ops.execute.replica_sums import Contribution
 from asyncpipe.ops.execute.shared_values import Readers, shared_readers
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.stage import CALLER
@@ -89,11 +89,11 @@ class StepTensors:
     """By (user, owner): gradients of replicas, copied to the owner's device and not added to its gradients yet."""
     tied_arrived: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
     """By (source, user): values or gradients of tied parameters that another worker sent and no copy has taken yet."""
-    shares: dict[tuple[int, int, int], Share] = field(default_factory=dict)
+    shares: dict[tuple[int, int, int], Contribution] = field(default_factory=dict)
     """By stage, bucket and stage of another replica: what this one's worker has sent for A."""
     reduced: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By stage and bucket: what A has added up, here or in the stage's worker, and which parameters have gradients."""
-    updated: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    updated: dict[tuple[int, int, int], Sequence[Tensor]] = field(default_factory=dict)
     """By stage, bucket and stage of another replica: the parameters that this one's worker has updated and sent."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)

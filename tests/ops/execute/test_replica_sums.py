@@ -1,0 +1,46 @@
+"""Buckets of gradients, and what replicas add up and gather of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe.ops.execute.buckets import ALIGNED, LARGE, buckets
+from asyncpipe.ops.execute.replica_sums import ReplicaSums
+
+SHAPES = [(3,), (LARGE, 3), (5, 2), (), (LARGE + 7,), (0,), (4,)]
+
+
+def parameters_of(replicas):
+    return {row: [nn.Parameter(torch.zeros(shape)) for shape in SHAPES] for row in range(replicas)}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_parts_are_the_whole_bucket_and_large_tensors_are_cut_where_memory_is_aligned(replicas):
+    (bucket,) = buckets(parameters_of(1)[0], 1 << 30)
+    parts = [bucket.part(replica, replicas) for replica in range(replicas)]
+    assert [element for part in parts for element in part] == list(range(bucket.size))
+    assert max(map(len, parts)) - min(map(len, parts)) < 0.05 * bucket.size
+    for part in parts:
+        overlaps = list(bucket.overlaps(part))
+        assert all(elements.start % ALIGNED == 0 for number, elements, _ in overlaps if bucket.ends[number] > LARGE)
+        runs = list(bucket.runs(part))
+        assert [overlap for run in runs for overlap in run.overlaps] == overlaps
+        assert all(len(run.overlaps) == 1 or len(range(len(part))[run.place]) <= LARGE for run in runs)
+
+
+def test_gradients_are_sums_that_an_optimizer_may_write_to():
+    parameters = parameters_of(3)
+    sums = ReplicaSums(0, parameters, 1 << 30)
+    for row, mine in parameters.items():
+        for number, parameter in enumerate(mine):
+            parameter.grad = None if row == 1 and number == 2 else torch.full_like(parameter, 10.0**row)
+    with torch.no_grad():
+        shares = [[sums.share(row, taker, 0, None, None) for row in parameters] for taker in parameters]
+        parts = [sums.add_up(taker, 0, of_taker) for taker, of_taker in enumerate(shares)]
+        for row, mine in parameters.items():
+            sums.spread(row, 0, [values for values, _ in parts], parts[0][1])
+            for number, parameter in enumerate(mine):
+                assert torch.equal(parameter.grad, torch.full_like(parameter, 101.0 if number == 2 else 111.0))
+                parameter.grad.fill_(0.0)
