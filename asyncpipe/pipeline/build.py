@@ -86,6 +86,26 @@ class PipelineParts:
         """The unsplit model."""
         return self.staged.module
 
+    @property
+    def stages_per_row(self) -> int:
+        """How many stages each replica has."""
+        return len(self.staged.stages) // self.options.replicas
+
+    @property
+    def stages_with_states(self) -> range:
+        """The stages whose optimizers have all states together: with shards each replica has some of them."""
+        return range(len(self.staged.stages) if self.options.shard_optimizer else self.stages_per_row)
+
+    def joined_norms(self, norms: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The norms of the gradients of each stage, where ``norms`` are of what each replica has of it, in any order."""
+        parts: dict[int, list[Tensor]] = {}
+        for stage, norm in sorted(norms.items()):
+            parts.setdefault(stage % self.stages_per_row, []).append(norm)
+        return {
+            stage: found[0] if len(found) == 1 else nn.utils.get_total_norm(found)
+            for stage, found in sorted(parts.items())
+        }
+
     def taken(self, pieces: Sequence[Any]) -> list[dict[int, Any]]:
         """What each stage takes of each micro-batch, from the caller."""
         rows, found = self.rows(len(pieces)), []

@@ -103,7 +103,10 @@ class ModelProxy:
             raise MoveError("a pipeline's stages stay on their devices; to() takes a dtype alone")
         self._parts.check_between_steps()
         self._backend.refuse("to()", "cast the model before you give it to the pipeline, or in its StageFactory")
-        self.module.to(dtype)
+        if self._parts.options.shard_optimizer:
+            raise OptionError("to() would leave the replicas' parts of the optimizer behind; cast the model before")
+        for module in (self.module, *self._parts.staged.stages):
+            module.to(dtype)
         return self
 
     @property

@@ -251,13 +251,14 @@ class Pipeline(ModelProxy):
         Raises ``OptionError`` if the stages live in workers.
         """
         self._backend.refuse("a copy of the pipeline", "copy state_dict() and optimizer_states()")
-        optimizers = {stage: optimizer.state_dict() for stage, optimizer in self.optimizers.items()}
+        every = self._parts.resources.optimizers
+        optimizers = {stage: optimizer.state_dict() for stage, optimizer in every.items()}
         return {"arguments": self._arguments.for_copy(), "optimizers": optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a pipeline that is not open yet."""
         self._set_up(state["arguments"])
-        for stage, optimizer in self.optimizers.items():
+        for stage, optimizer in self._parts.resources.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][stage])
 
     @property
@@ -267,7 +268,7 @@ class Pipeline(ModelProxy):
         Raises ``OptionError`` if they live in workers.
         """
         self._backend.refuse("optimizers", "use optimizer_states(), and step(learning_rate=)")
-        count = len(self._parts.staged.stages) // self._parts.options.replicas
+        count = self._parts.stages_per_row
         return {stage: each for stage, each in self._parts.resources.optimizers.items() if stage < count}
 
     @property

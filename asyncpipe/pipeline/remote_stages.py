@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from asyncpipe.errors import BatchError, EdgeError, OptionError, PipelineClosedE
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, to_buffers, to_wire
+from asyncpipe.ops.execute.optimizer_states import with_whole_states
 from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.model.sequential import all_to_first
 from asyncpipe.ops.model.shipping import NamedState, forget_values, refuse_what_trains, ship_model, state_names
@@ -83,8 +85,7 @@ class RemoteStages(StagesHere):
         """By worker: its stages."""
         for stage in parts.resources.stages:
             self._owned[self._worker_of[stage.device.name]].append(stage.index)
-        count = len(parts.staged.stages) // parts.options.replicas
-        ends = [each for each in parts.resources.stages if each.position in (0, count - 1)]
+        ends = [each for each in parts.resources.stages if each.position in (0, parts.stages_per_row - 1)]
         self._fed_workers = tuple(dict.fromkeys(self._worker_of[stage.device.name] for stage in ends))
         """Where a feed makes mini-batches."""
         self._fetches: dict[int, asyncio.Task[CutInputs]] = {}
@@ -136,7 +137,8 @@ class RemoteStages(StagesHere):
         if graphs.number != self._schedule:
             await self._add_schedule(graphs.number, to_wire(graphs.schedule, "the schedule"))
         self._names = state_names(self._parts.staged)
-        forget_values(self._parts.module)
+        forget_values(nn.ModuleList([self._parts.module, *self._parts.staged.stages]))
+        self._parts.resources.forget_replicas()
         self._parts.hold_parameters()
         links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
         self._placed = PlacedPipeline(self._number, self._tenant, links)
@@ -322,7 +324,7 @@ class RemoteStages(StagesHere):
             counts = Scalars.of({i: count for each in ends for i, count in each.counts.tensors().items()})
             outputs = {i: output for each in ends for i, output in each.outputs.items()}
         norms = {stage: norm for result in results for stage, norm in result.gradient_norms.tensors().items()}
-        return PartResult(losses, counts, Scalars.of(dict(sorted(norms.items()))), outputs)
+        return PartResult(losses, counts, Scalars.of(self._parts.joined_norms(norms)), outputs)
 
     def settle(self, execution: PartsExecution, *, keep: bool) -> None:
         """Tell the workers to keep what the step has left, or to undo it. From any thread."""
@@ -375,7 +377,7 @@ class RemoteStages(StagesHere):
         return self._pool.call(coroutine)
 
     def state(self) -> dict[str, Any]:
-        found = self._call(self._gathered("states.model"))
+        found = dict(ChainMap(*self._call(self._gathered("states.model"))))
         state = self._parts.module.state_dict()
         for name, named in self._names.items():
             state[name] = found[named.first]
@@ -396,24 +398,32 @@ class RemoteStages(StagesHere):
                 raise StateDictError(f"{name!r} has the shape {shape} in the state, and {value.shape} in the model")
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
-        found = self._call(self._gathered("states.optimizers"))
-        return {name: found[name] for name, _ in self._parts.module.named_parameters() if name in found}
+        return with_whole_states(self._call(self._gathered("states.optimizers")), self._shapes())
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         self._call(self._put("states.load_optimizers", states))
 
     async def _put(self, method: str, state: Mapping[str, Any]) -> None:
-        """Give each worker what concerns it."""
+        """Give each worker what concerns it, also of its stages in later rows."""
         stage_of = {name: named.stage for name, named in self._names.items()}
         messages = {}
         for worker, stages in self._owned.items():
-            own = {name: value for name, value in state.items() if stage_of.get(name) in stages}
+            positions = {self._parts.resources.stages[stage].position for stage in stages}
+            own = {name: value for name, value in state.items() if stage_of.get(name) in positions}
             messages[worker] = pack(Call(self._number, method, (to_buffers(own, "the state"),)))
         await asyncio.gather(*[self._connections[worker].ask(message) for worker, message in messages.items()])
 
     def copy_stages(self) -> None:
-        """Have each worker copy the states of its stages."""
-        self._call(self._ask_all("states.copy"))
+        """Have the workers copy the states of all stages; those that replicas have alike, where the first one is."""
+        self._call(self._copy_stages(range(self._parts.stages_per_row), self._parts.stages_with_states))
+
+    async def _copy_stages(self, stages: Collection[int], updated: Collection[int]) -> None:
+        asked = []
+        for name, owned in self._owned.items():
+            both = [[stage for stage in owned if stage in each] for each in (stages, updated)]
+            if any(both):
+                asked.append(self._connections[name].ask(Call(self._number, "states.copy", tuple(both))))
+        await asyncio.gather(*asked)
 
     def write_copies(self, folder: Path) -> dict[str, str]:
         """Have each worker write its copies; the SHA-256 of each file, by name. Nobody writes any more when it ends."""
@@ -428,12 +438,10 @@ class RemoteStages(StagesHere):
         self._check_state(state, strict=True)
         self._call(self._ask_all("states.read", stored))
 
-    async def _gathered(self, method: str) -> dict[str, Any]:
-        """What the workers have. One is asked at a time."""
-        found: dict[str, Any] = {}
-        for connection in self._connections.values():
-            found.update(from_buffers(await connection.ask(Call(self._number, method))))
-        return found
+    async def _gathered(self, method: str) -> list[dict[str, Any]]:
+        """What each of the workers has. One is asked at a time."""
+        call = Call(self._number, method)
+        return [from_buffers(await connection.ask(call)) for connection in self._connections.values()]
 
     def add_schedule(self, number: int, schedule: Schedule) -> None:
         if self._is_loaded and self._pool.is_open:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.errors import PipelineClosedError
-from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
+from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states, with_whole_states
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.step_inputs import CutInputs
 from asyncpipe.runtime.waits import Waiting
@@ -81,7 +83,11 @@ class StagesHere:
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """What the optimizers remember, by name of the parameter."""
         resources = self._parts.resources
-        return optimizer_states(resources.optimizers.values(), self._parts.module, resources.ties.twins)
+        own = optimizer_states(resources.optimizers.values(), self._parts.module, resources.ties.twins)
+        return with_whole_states([own], self._shapes())
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self._parts.module.named_parameters()}
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the optimizers what to remember, by name of the parameter."""

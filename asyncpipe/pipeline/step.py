@@ -182,12 +182,13 @@ class PreparedStep(StepHere[StepResult]):
     def _finish(self, execution: Execution) -> StepResult:
         losses = [loss for _, loss in sorted(self._tensors.losses.items())]
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
-        norms = dict(sorted(self._tensors.gradient_norms.items()))
+        norms = self._tensors.gradient_norms
         self._fence.end(tensors_of([losses, list(self._tensors.counts.values()), outputs, list(norms.values())]))
         with torch.no_grad():
             loss = self.inputs.mean_loss(self.parts, losses, self._tensors)
             gathered = self.inputs.gather(outputs)
             self.parts.loss_watch.saw(loss)
+            norms = self.parts.joined_norms(norms)
         self._commit()
         return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal, norms)
 

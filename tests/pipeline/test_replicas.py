@@ -13,6 +13,7 @@ from asyncpipe import Pipeline
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.errors import OptionError, SharedParameterError, TaskError
+from asyncpipe.ops.execute.stage_files import StoredStages
 
 ROWS = (2, 3)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "backward-first")
@@ -353,3 +354,81 @@ async def test_replicas_in_workers_have_the_bits_of_those_on_threads(options):
     threads, processes = [await in_workers(workers, **options) for workers in ("threads", "processes")]
     is_same = [torch.equal(one, other) for one, other in zip(threads, processes, strict=True)]
     assert is_same == [True] * len(threads)
+
+
+def remembered(states):
+    return [value for state in states.values() for value in state.values()]
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+async def test_states_of_replicas_in_workers_are_given_and_taken(shard_optimizer, tmp_path):
+    """Loaded from a caller's dicts, or read from the files that workers write, also by other replicas."""
+    options = {"optimizer": partial(torch.optim.AdamW, lr=0.01), "shard_optimizer": shard_optimizer, "tie": False}
+    found, tie = [], options.pop("tie")
+    for workers in ("threads", "processes"):
+        model = make_model(norm=False, tie=tie)
+        torch.manual_seed(3)
+        async with opened(model, 2, workers=workers, **options) as pipe:
+            await pipe.step(*batch(0, 27))
+            state = copy.deepcopy(pipe.state_dict())
+            states = copy.deepcopy(pipe.optimizer_states())
+            await pipe.step(*batch(1, 27))
+            pipe.load_state_dict(state)
+            pipe.load_optimizer_states(states)
+            last = await pipe.step(*batch(2, 27))
+            found.append([last.loss, *pipe.state_dict().values(), *remembered(pipe.optimizer_states())])
+            if pipe.remote is not None:
+                pipe.remote.copy_stages()
+                names = pipe.remote.write_copies(tmp_path)
+    assert all(map(torch.equal, *found))
+    assert sorted(names) == sorted(
+        [f"model-{j}.pt" for j in range(2)] + [f"optimizer-{v}.pt" for v in range(4 if shard_optimizer else 2)]
+    )
+    stored = StoredStages([tmp_path / f"model-{j}.pt" for j in range(2)], sorted(tmp_path.glob("optimizer-*.pt")))
+    for replicas, shards in [(2, not shard_optimizer), (1, False)]:
+        options["shard_optimizer"] = shards
+        async with opened(make_model(norm=False, tie=tie), replicas, workers="processes", **options) as pipe:
+            pipe.remote.read_stages(stored, pipe.state_dict())
+            read = [*pipe.state_dict().values(), *remembered(pipe.optimizer_states())]
+            assert all(map(torch.equal, read, found[0][1:]))
+            await pipe.step(*batch(3, 27))
+
+
+async def test_norms_of_gradients_are_those_of_whole_stages():
+    found = []
+    for shard_optimizer in (False, True):
+        options = {"optimizer": momentum, "gradient_norms": True, "shard_optimizer": shard_optimizer}
+        async with opened(make_model(norm=False, tie=False), 2, **options) as pipe:
+            found.append((await pipe.step(*batch(0, 27))).gradient_norms)
+    whole, joined = found
+    assert list(whole) == list(joined) == [0, 1]
+    assert_equal(list(whole.values()), list(joined.values()))
+
+
+async def test_a_parameter_with_other_memory_is_updated_by_all():
+    found = []
+    for replicas in (1, 2):
+        model = make_model(norm=False, tie=False)
+        torch.manual_seed(3)
+        options = {"optimizer": momentum, "shard_optimizer": replicas > 1}
+        async with opened(model, replicas, MOST * 2 // replicas, **options) as pipe:
+            await pipe.step(*batch(0, 27))
+            model[3].weight.data = model[3].weight.detach() * 0.5
+            for step in range(2):
+                await pipe.step(*batch(step, 27))
+        found.append(list(model.state_dict().values()))
+    assert_equal(*found)
+
+
+def test_a_copy_of_replicas_goes_on_as_they_do():
+    one = opened(make_model(norm=False, tie=False), 2, optimizer=momentum, shard_optimizer=True)
+    torch.manual_seed(3)
+    with one.sync() as pipe:
+        pipe.step(*batch(0, 27))
+        other = copy.deepcopy(one)
+        state = torch.get_rng_state()
+        pipe.step(*batch(1, 27))
+    torch.set_rng_state(state)
+    with other.sync() as pipe:
+        pipe.step(*batch(1, 27))
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))

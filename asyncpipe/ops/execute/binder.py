@@ -38,6 +38,7 @@ from asyncpipe.ops.execute.reductions import Reductions
 from asyncpipe.ops.execute.replica_sums import ReplicaSums
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.execute.surroundings import Surroundings
+from asyncpipe.ops.model.replicas import Twins
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.model.ties import Ties
 
@@ -64,6 +65,12 @@ class StageResources:
         self.ties.begin()
         for each in self.sums.values():
             each.begin()
+
+    def forget_replicas(self) -> None:
+        """The parameters of all rows are in workers now."""
+        self.ties.twins = Twins()
+        for each in self.sums.values():
+            each.forget()
 
 
 _NOTHING = nullcontext()

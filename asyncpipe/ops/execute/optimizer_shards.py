@@ -13,7 +13,8 @@ and He, ZeRO: memory optimizations toward training trillion parameter models, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,13 @@ class Shard:
             self._pieces.append(mine)
         _give_pieces(optimizer, by_parameter, hosted=hosted)
 
+    def refresh(self) -> None:
+        """Look for parameters that have got other memory (``parameter.data = …``)."""
+        for piece, overlap in chain.from_iterable(self._pieces):
+            parameter, start = getattr(piece, _PIECE)
+            if piece.data_ptr() != parameter.data_ptr() + start * parameter.element_size():
+                piece.data = _elements(parameter, overlap.elements)
+
     def take(self, reduced: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Make the sums of the parts, by bucket, the gradients of the pieces."""
         for mine, (values, present) in zip(self._pieces, reduced, strict=True):
@@ -87,14 +95,18 @@ class Shard:
 
 
 def _piece(parameter: nn.Parameter, elements: slice) -> nn.Parameter:
+    piece = nn.Parameter(_elements(parameter, elements), requires_grad=parameter.requires_grad)
+    setattr(piece, _PIECE, Piece(parameter, elements.start))
+    return piece
+
+
+def _elements(parameter: nn.Parameter, elements: slice) -> Tensor:
     if not parameter.is_contiguous():
         raise OptionError(
             f"a parameter of the shape {tuple(parameter.shape)} is not contiguous, so shard_optimizer cannot cut it; "
             "make it contiguous, or leave shard_optimizer out"
         )
-    piece = nn.Parameter(parameter.detach().view(-1)[elements], requires_grad=parameter.requires_grad)
-    setattr(piece, _PIECE, Piece(parameter, elements.start))
-    return piece
+    return parameter.detach().view(-1)[elements]
 
 
 def piece_of(parameter: nn.Parameter) -> Piece | None:
@@ -146,9 +158,9 @@ def check_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer
         )
 
 
-def joined(shape: torch.Size, pieces: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+def joined(shape: torch.Size, pieces: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """The state of a whole parameter of ``shape``, from those of all its pieces by their first elements."""
-    states = [state for _, state in sorted(pieces, key=lambda piece: piece[0])]
+    states = [state for _, state in sorted(pieces.items())]
     whole: dict[str, Any] = {}
     for key, value in states[0].items():
         if isinstance(value, Tensor) and value.dim():

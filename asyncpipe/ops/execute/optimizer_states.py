@@ -17,28 +17,56 @@ from asyncpipe.ops.execute.host_optimizer import original, updated_by
 from asyncpipe.ops.execute.optimizer_shards import cut, joined, piece_of
 from asyncpipe.ops.model.replicas import Twins
 
-__all__ = ["check_optimizer_states", "load_optimizer_states", "optimizer_states", "set_learning_rate", "states_by_name"]
+__all__ = [
+    "check_optimizer_states",
+    "load_optimizer_states",
+    "optimizer_states",
+    "set_learning_rate",
+    "states_by_name",
+    "with_whole_states",
+]
 
 
 def optimizer_states(
     optimizers: Iterable[torch.optim.Optimizer], module: nn.Module, twins: Twins
-) -> dict[str, dict[str, Any]]:
-    """By name of a parameter of ``module``, in its order: what its optimizer remembers of it.
+) -> dict[str, dict[Any, Any]]:
+    """By name of a parameter of ``module``, in its order: what its optimizer remembers of it. Nothing is copied.
 
-    Nothing is copied, except where replicas have parts of it. ``twins``: the copies of the parameters in later rows.
+    Where replicas have pieces of it, by first element of a piece: what is remembered of that; see ``with_whole_states``.
+    ``twins``: the copies of the parameters in later rows.
     """
-    whole: dict[nn.Parameter, dict[str, Any]] = {}
-    pieces: dict[nn.Parameter, list[tuple[int, Mapping[str, Any]]]] = {}
+    found: dict[nn.Parameter, dict[Any, Any]] = {}
     originals = twins.of(dict.fromkeys(module.parameters()))
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            if (piece := piece_of(original(parameter))) is None:
-                whole[original(parameter)] = state
+            mine = original(parameter)
+            if (piece := piece_of(mine)) is None:
+                found.setdefault(originals.get(mine, mine), dict(state))
             else:
-                owner = originals.get(piece.parameter, piece.parameter)
-                pieces.setdefault(owner, []).append((piece.start, state))
-    whole |= {parameter: joined(parameter.shape, parts) for parameter, parts in pieces.items()}
-    return {name: dict(whole[each]) for name, each in module.named_parameters() if each in whole}
+                found.setdefault(originals.get(piece.parameter, piece.parameter), {})[piece.start] = state
+    return {name: found[each] for name, each in module.named_parameters() if each in found}
+
+
+def with_whole_states(
+    found: Iterable[Mapping[str, Mapping[Any, Any]]], shapes: Mapping[str, torch.Size]
+) -> dict[str, dict[str, Any]]:
+    """What several have told of their optimizers (``optimizer_states``), together, with pieces joined.
+
+    ``shapes``: those of all parameters. Raises ``KeyError`` for another name.
+    """
+    together: dict[str, dict[Any, Any]] = {}
+    for states in found:
+        for name, state in states.items():
+            together.setdefault(name, {}).update(state)
+    return {
+        name: joined(shapes[name], together[name]) if _is_in_pieces(together[name]) else together[name]
+        for name in shapes
+        if name in together
+    }
+
+
+def _is_in_pieces(state: Mapping[Any, Any]) -> bool:
+    return any(isinstance(key, int) for key in state)
 
 
 def load_optimizer_states(

@@ -68,12 +68,18 @@ class ReplicaSums:
 
     def begin(self) -> None:
         """A step begins: look for hooks of parameters. Raises ``OptionError`` where no replica has a whole gradient."""
+        for shard in self._shards.values():
+            shard.refresh()
         self._hooked = {bucket for bucket in range(len(self.buckets)) if hooked(self.of(0, bucket))}
         if self._hooked and self._shards:
             raise OptionError(
                 f"a parameter of stage {self._stage} has a hook, which sees a whole gradient, and with shard_optimizer "
                 "no replica has one; remove the hook, or leave shard_optimizer out"
             )
+
+    def forget(self) -> None:
+        """Refer to no parameters any more."""
+        self._parameters = {}
 
     def begin_update(self, replica: int, reduced: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Make what the replica has added up of each bucket the gradients that its optimizer uses."""

@@ -5,7 +5,9 @@
     model-0.pt  model-1.pt  …            entries of the unsplit model's state; a tensor is with the stage that owns it
     optimizer-0.pt  optimizer-1.pt  …    what the stage's optimizer remembers, by name of the parameter
 
-Names are those of the unsplit model, so files of any stages can be read by any others.
+Names are those of the unsplit model, so files of any stages can be read by any others. Replicas of a stage have the
+same, so one of them writes it. With shards each replica writes what its optimizer remembers, as if it were a stage
+behind those of the first one, in pieces (``optimizer_shards.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
-from asyncpipe.ops.execute.optimizer_states import optimizer_states
+from asyncpipe.ops.execute.optimizer_states import optimizer_states, with_whole_states
 from asyncpipe.ops.model.replicas import Twins
 from asyncpipe.ops.model.shipping import state_names
 from asyncpipe.ops.model.stage import StagedModel
@@ -45,19 +45,26 @@ class StoredStages:
 def copied_stages(
     model: StagedModel, stages: Collection[int], optimizers: Mapping[int, torch.optim.Optimizer], twins: Twins
 ) -> dict[str, Any]:
-    """Copies of the states of some ``stages`` on the CPU, by name of their files."""
+    """Copies of what ``stages`` have of the model, and of the states of ``optimizers``, on the CPU, by name of the file.
+
+    A stage of a later row writes what its stage of row 0 would. ``twins``: the copies of the model's modules there.
+    """
     # All are collected before the first is copied, so that no two tensors can have the same address in turn.
-    whole = model.module.state_dict()
+    whole, tensors = model.module.state_dict(), model.module.state_dict(keep_vars=True)
     names = state_names(model)
     states: dict[str, Any] = {}
     for stage in stages:
+        row, position = divmod(stage, len(model.stages) // model.rows)
+        twin_of = twins.in_row(row)
         mine = copy(whole)  # Keeps the versions of modules that are noted beside their state.
         for name, named in names.items():
-            if named.stage != stage:
+            if named.stage != position:
                 del mine[name]
-        states[f"model-{stage}.pt"] = mine
-        own = [optimizers[stage]] if stage in optimizers else []
-        states[f"optimizer-{stage}.pt"] = optimizer_states(own, model.module, twins)
+            elif (twin := twin_of.get(id(tensors[name]))) is not None:
+                mine[name] = twin.detach()
+        states[f"model-{position}.pt"] = mine
+    for stage, optimizer in optimizers.items():
+        states[f"optimizer-{stage}.pt"] = optimizer_states([optimizer], model.module, twins)
     copied: dict[str, Any] = copied_to_cpu(states)
     return copied
 
@@ -71,15 +78,14 @@ def stored_model(stored: StoredStages, names: Collection[str]) -> dict[str, Any]
     return found
 
 
-def stored_optimizers(stored: StoredStages, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What optimizers remembered of the parameters of ``module`` that are here. As ``stored_model``."""
-    here = {name for name, parameter in module.named_parameters() if not parameter.is_meta}
-    return {name: state for name, state in _stored_optimizers(stored) if name in here}
+def stored_optimizers(stored: StoredStages, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Any]]:
+    """What optimizers remembered of the parameters of these names and ``shapes``. As ``stored_model``, pieces joined."""
+    found = _stored_optimizers(stored)
+    return with_whole_states([{name: each[name] for name in each if name in shapes} for each in found], shapes)
 
 
-def _stored_optimizers(stored: StoredStages) -> Iterator[tuple[str, dict[str, Any]]]:
-    for path in stored.optimizers:
-        yield from read_state(path, mapped=True).items()
+def _stored_optimizers(stored: StoredStages) -> Iterator[Mapping[str, dict[Any, Any]]]:
+    yield from (read_state(path, mapped=True) for path in stored.optimizers)
     if stored.whole_optimizer is not None:
         states = read_state(stored.whole_optimizer, mapped=True)["state"]
-        yield from ((stored.parameters[number], state) for number, state in states.items())
+        yield {stored.parameters[number]: state for number, state in states.items()}

@@ -83,12 +83,12 @@ def _call_in_row(call: _Call, first: int, received: Mapping[int, Any]) -> dict[i
 class Twins:
     """The modules of row 0, and their copies in later rows."""
 
-    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
-        """``pairs``: a module of row 0 and its copy. Copies that are tied have the parameters of row 0."""
+    def __init__(self, pairs: Iterable[tuple[int, nn.Module, nn.Module]] = ()) -> None:
+        """``pairs``: a row, a module of row 0 and its copy. Copies that are tied have the parameters of row 0."""
         self._modules = list(pairs)
         self._parameters = [
             (parameter, twin)
-            for module, copied in self._modules
+            for _, module, copied in self._modules
             for parameter, twin in zip(module._parameters.values(), copied._parameters.values(), strict=True)
             if parameter is not None and twin is not None and parameter is not twin
         ]
@@ -103,7 +103,7 @@ class Twins:
 
         Originals that another worker has are left out: who has changed their values there gives them to all rows.
         """
-        for module, copied in self._modules:
+        for _, module, copied in self._modules:
             copied.training = module.training
         versions = self._seen()
         for (parameter, twin), now, before in zip(self._parameters, versions, self._versions, strict=True):
@@ -117,8 +117,18 @@ class Twins:
         """All rows have made the same update."""
         self._versions = self._seen()
 
-    def _seen(self) -> list[int]:
-        return [version_of(parameter) for parameter, _ in self._parameters]
+    def in_row(self, row: int) -> dict[int, Tensor | None]:
+        """By ``id`` of a parameter or buffer of row 0: that of a later row."""
+        return {
+            id(tensor): copied_table[name]
+            for of, module, copied in self._modules
+            for table, copied_table in ((module._parameters, copied._parameters), (module._buffers, copied._buffers))
+            for name, tensor in table.items()
+            if of == row and tensor is not None
+        }
+
+    def _seen(self) -> list[tuple[int, int]]:
+        return [(version_of(parameter), parameter.data_ptr()) for parameter, _ in self._parameters]
 
 
 def own_buffers(stages: Sequence[nn.Module], rows: int, shared: Sequence[dict[tuple[str, str], int]]) -> None:

@@ -242,10 +242,11 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         )
         for index, (module, device) in enumerate(zip(modules, placement, strict=True))
     ]
-    pairs: list[tuple[nn.Module, nn.Module]] = []
+    pairs: list[tuple[int, nn.Module, nn.Module]] = []
     for stage in stages[count:]:
         twin = cast(ReplicaStage, model.stages[stage.index]).stage
-        pairs += zip(model.stages[stage.position].modules(), twin.modules(), strict=True)
+        modules_of = zip(model.stages[stage.position].modules(), twin.modules(), strict=True)
+        pairs += [(stage.index // count, one, other) for one, other in modules_of]
         ties.follow(stages[stage.position], stage)
     ties.twins = Twins(pairs)
     return stages, ties

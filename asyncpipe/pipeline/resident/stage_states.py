@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,12 @@ class StageStates:
                 twin.data.copy_(state[names[parameter]])
 
     def optimizers(self) -> list[pickle.PickleBuffer]:
-        """What the own stages' optimizers remember, by name of the parameter, as ``to_buffers``."""
+        """What the own stages' optimizers remember, as ``optimizer_states`` and ``to_buffers``; what replicas have, once."""
         self._check_idle()
         resources = self._parts.resources
-        states = optimizer_states(resources.optimizers.values(), self._parts.module, resources.ties.twins)
+        stages = self._parts.stages_with_states
+        own = [each for stage, each in resources.optimizers.items() if stage in stages]
+        states = optimizer_states(own, self._parts.module, resources.ties.twins)
         return to_buffers(states, "the state of the optimizers")
 
     def load_optimizers(self, buffers: Sequence[Any]) -> None:
@@ -72,13 +74,12 @@ class StageStates:
         resources = self._parts.resources
         load_optimizer_states(resources.optimizers.values(), self._parts.module, states, resources.ties.twins)
 
-    def copy(self) -> None:
-        """Copy the states of the own stages, for ``write_copies``."""
+    def copy(self, stages: Collection[int], updated: Collection[int]) -> None:
+        """Copy what these own ``stages`` have of the model, and the states of the ``updated`` stages' optimizers."""
         self._check_idle()
-        stages = [stage.index for stage in self._parts.resources.stages if not stage.device.is_elsewhere]
-        self._copies = copied_stages(
-            self._parts.staged, stages, self._parts.resources.optimizers, self._parts.resources.ties.twins
-        )
+        resources = self._parts.resources
+        optimizers = {stage: each for stage, each in resources.optimizers.items() if stage in updated}
+        self._copies = copied_stages(self._parts.staged, stages, optimizers, resources.ties.twins)
 
     async def write_copies(self, folder: Path) -> dict[str, str]:
         """Write them to files in ``folder``; returns the SHA-256 of each, by name. Steps go on meanwhile."""
@@ -87,14 +88,16 @@ class StageStates:
 
     def read(self, stored: StoredStages) -> None:
         """Take over what concerns the own stages of states in files."""
-        self._load_model(stored_model(stored, self._own_names()))
-        self._load_optimizers(stored_optimizers(stored, self._parts.module))
+        names = self._own_names(any_row=True)
+        shapes = {name: each.shape for name, each in self._parts.module.named_parameters() if name in names}
+        self._load_model(stored_model(stored, names))
+        self._load_optimizers(stored_optimizers(stored, shapes))
 
-    def _own_names(self) -> dict[str, NamedState]:
-        """Of what this worker's stages own in the unsplit model's state."""
+    def _own_names(self, *, any_row: bool = False) -> dict[str, NamedState]:
+        """Of what this worker's stages own in the unsplit model's state, or have in ``any_row``."""
         stages = self._parts.resources.stages
-        names = state_names(self._parts.staged)
-        return {name: named for name, named in names.items() if not stages[named.stage].device.is_elsewhere}
+        own = {(stage.position if any_row else stage.index) for stage in stages if not stage.device.is_elsewhere}
+        return {name: named for name, named in state_names(self._parts.staged).items() if named.stage in own}
 
 
 def _write(folder: Path, states: dict[str, Any]) -> dict[str, str]:

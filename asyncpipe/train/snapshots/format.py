@@ -37,6 +37,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncpipe.errors import AsyncpipeError, OptionError
+from asyncpipe.ops.execute.optimizer_states import with_whole_states
 from asyncpipe.ops.model.state_files import read_state, write_state
 from asyncpipe.train.snapshots.sync_folder import sync_folder
 
@@ -165,7 +166,8 @@ def manifest_checksum(about: Mapping[str, Any]) -> str:
 def read_snapshot(path: Path, needed: Iterable[str] = (), *, mapped: bool = False) -> Snapshot:
     """The snapshot at ``path``, with all checksums verified. Blocks; executes no code from the files.
 
-    ``mapped``: tensors take no memory, since their values stay in the files until they are used.
+    ``mapped``: tensors take no memory, since their values stay in the files until they are used. What optimizers
+    remember is then left out where stages have files of their own: each worker reads what it needs.
 
     Raises ``OptionError`` with a line that says what is wrong: a file is missing, truncated or changed, holds more than
     tensors and plain values, one of the states ``needed`` is missing, or the format is another one. Raises
@@ -184,26 +186,28 @@ def read_snapshot(path: Path, needed: Iterable[str] = (), *, mapped: bool = Fals
         if not intact:
             raise OptionError(f"{path}: {name} is damaged: its SHA-256 is not the one that it was written with")
     files = {name.removesuffix(".pt"): _read_state(path, name, mapped=mapped) for name in manifest.sha256}
-    return Snapshot(path, manifest, files if manifest.format == WHOLE else _put_together(path, files))
+    return Snapshot(path, manifest, files if manifest.format == WHOLE else _put_together(path, files, mapped=mapped))
 
 
-def _put_together(path: Path, files: Mapping[str, Any]) -> dict[str, Any]:
+def _put_together(path: Path, files: Mapping[str, Any], *, mapped: bool) -> dict[str, Any]:
     """The states of a snapshot whose stages have files of their own, as one file each would have them."""
     states = {name: state for name, state in files.items() if "-" not in name}
     model: Any = OrderedDict()
     try:
         optimizer = dict(states["optimizer"])
-        remembered: dict[int, Any] = {}
         numbers = {name: number for number, name in enumerate(optimizer.pop(NAMES))}
         for name, state in files.items():
             if name.startswith("model-"):
                 model.update(state)
                 model._metadata = state._metadata  # The versions of all modules.
-            elif name.startswith("optimizer-"):
-                remembered.update((numbers[parameter], entry) for parameter, entry in state.items())
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        own = [state for name, state in files.items() if name.startswith("optimizer-")]
+        unknown = {name for states in own for name in states} - numbers.keys()
+        remembered = {} if mapped else with_whole_states(own, {name: model[name].shape for name in numbers})
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise OptionError(f"{path}: the files of its stages do not belong together") from error
-    optimizer["state"] = dict(sorted(remembered.items()))
+    if unknown:
+        raise OptionError(f"{path}: the files of its stages do not belong together")
+    optimizer["state"] = {numbers[name]: state for name, state in remembered.items()}
     return {**states, "model": model, "optimizer": optimizer}
 
 
