@@ -97,7 +97,7 @@ class PipelineParts:
         return range(len(self.staged.stages) if self.options.shard_optimizer else self.stages_per_row)
 
     def joined_norms(self, norms: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The norms of the gradients of each stage, where ``norms`` are of what each replica has of it, in any order."""
+        """The norms of the gradients of each stage, from those of what each replica has of it."""
         parts: dict[int, list[Tensor]] = {}
         for stage, norm in sorted(norms.items()):
             parts.setdefault(stage % self.stages_per_row, []).append(norm)

@@ -32,7 +32,7 @@ def optimizer_states(
 ) -> dict[str, dict[Any, Any]]:
     """By name of a parameter of ``module``, in its order: what its optimizer remembers of it. Nothing is copied.
 
-    Where replicas have pieces of it, by first element of a piece: what is remembered of that; see ``with_whole_states``.
+    Where replicas have pieces of it: what is remembered of each, by its first element (``with_whole_states``).
     ``twins``: the copies of the parameters in later rows.
     """
     found: dict[nn.Parameter, dict[Any, Any]] = {}

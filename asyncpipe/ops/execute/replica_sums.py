@@ -79,7 +79,7 @@ class ReplicaSums:
 
     def forget(self) -> None:
         """Refer to no parameters any more."""
-        self._parameters = {}
+        self._by_replica = {}
 
     def begin_update(self, replica: int, reduced: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Make what the replica has added up of each bucket the gradients that its optimizer uses."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from asyncpipe.ops.execute.optimizer_states import optimizer_states, with_whole_states
 from asyncpipe.ops.model.replicas import Twins
 from asyncpipe.ops.model.shipping import state_names
@@ -45,7 +46,7 @@ class StoredStages:
 def copied_stages(
     model: StagedModel, stages: Collection[int], optimizers: Mapping[int, torch.optim.Optimizer], twins: Twins
 ) -> dict[str, Any]:
-    """Copies of what ``stages`` have of the model, and of the states of ``optimizers``, on the CPU, by name of the file.
+    """Copies on the CPU of what ``stages`` have of the model, and of the ``optimizers``' states, by name of the file.
 
     A stage of a later row writes what its stage of row 0 would. ``twins``: the copies of the model's modules there.
     """
@@ -79,7 +80,7 @@ def stored_model(stored: StoredStages, names: Collection[str]) -> dict[str, Any]
 
 
 def stored_optimizers(stored: StoredStages, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Any]]:
-    """What optimizers remembered of the parameters of these names and ``shapes``. As ``stored_model``, pieces joined."""
+    """What optimizers remembered of the parameters of these names and ``shapes``. As ``stored_model``."""
     found = _stored_optimizers(stored)
     return with_whole_states([{name: each[name] for name in each if name in shapes} for each in found], shapes)
 

@@ -85,10 +85,10 @@ class Twins:
 
     def __init__(self, pairs: Iterable[tuple[int, nn.Module, nn.Module]] = ()) -> None:
         """``pairs``: a row, a module of row 0 and its copy. Copies that are tied have the parameters of row 0."""
-        self._modules = list(pairs)
-        self._parameters = [
+        self._pairs_of_modules = list(pairs)
+        self._pairs_of_parameters = [
             (parameter, twin)
-            for _, module, copied in self._modules
+            for _, module, copied in self._pairs_of_modules
             for parameter, twin in zip(module._parameters.values(), copied._parameters.values(), strict=True)
             if parameter is not None and twin is not None and parameter is not twin
         ]
@@ -96,17 +96,17 @@ class Twins:
 
     def of(self, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         """By copy of one of ``parameters``, which are those of row 0: that one."""
-        return {twin: parameter for parameter, twin in self._parameters if parameter in parameters}
+        return {twin: parameter for parameter, twin in self._pairs_of_parameters if parameter in parameters}
 
     def follow(self) -> None:
         """Have the copies as their originals: modes, flags, and values that somebody else has put there; no gradients.
 
         Originals that another worker has are left out: who has changed their values there gives them to all rows.
         """
-        for _, module, copied in self._modules:
+        for _, module, copied in self._pairs_of_modules:
             copied.training = module.training
         versions = self._seen()
-        for (parameter, twin), now, before in zip(self._parameters, versions, self._versions, strict=True):
+        for (parameter, twin), now, before in zip(self._pairs_of_parameters, versions, self._versions, strict=True):
             twin.requires_grad_(parameter.requires_grad)
             twin.grad = None
             if now != before and not (parameter.is_meta or twin.is_meta):
@@ -121,14 +121,14 @@ class Twins:
         """By ``id`` of a parameter or buffer of row 0: that of a later row."""
         return {
             id(tensor): copied_table[name]
-            for of, module, copied in self._modules
+            for of, module, copied in self._pairs_of_modules
             for table, copied_table in ((module._parameters, copied._parameters), (module._buffers, copied._buffers))
             for name, tensor in table.items()
             if of == row and tensor is not None
         }
 
     def _seen(self) -> list[tuple[int, int]]:
-        return [(version_of(parameter), parameter.data_ptr()) for parameter, _ in self._parameters]
+        return [(version_of(parameter), parameter.data_ptr()) for parameter, _ in self._pairs_of_parameters]
 
 
 def own_buffers(stages: Sequence[nn.Module], rows: int, shared: Sequence[dict[tuple[str, str], int]]) -> None:

@@ -57,7 +57,7 @@ class StageStates:
                 twin.data.copy_(state[names[parameter]])
 
     def optimizers(self) -> list[pickle.PickleBuffer]:
-        """What the own stages' optimizers remember, as ``optimizer_states`` and ``to_buffers``; what replicas have, once."""
+        """What the own optimizers remember, as ``optimizer_states`` and ``to_buffers``; of replicas, once."""
         self._check_idle()
         resources = self._parts.resources
         stages = self._parts.stages_with_states

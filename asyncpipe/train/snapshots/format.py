@@ -166,8 +166,8 @@ def manifest_checksum(about: Mapping[str, Any]) -> str:
 def read_snapshot(path: Path, needed: Iterable[str] = (), *, mapped: bool = False) -> Snapshot:
     """The snapshot at ``path``, with all checksums verified. Blocks; executes no code from the files.
 
-    ``mapped``: tensors take no memory, since their values stay in the files until they are used. What optimizers
-    remember is then left out where stages have files of their own: each worker reads what it needs.
+    ``mapped``: tensors take no memory, since their values stay in the files until they are used. Of a parameter whose
+    optimizer's state is in pieces there is then one of them: workers read what they need.
 
     Raises ``OptionError`` with a line that says what is wrong: a file is missing, truncated or changed, holds more than
     tensors and plain values, one of the states ``needed`` is missing, or the format is another one. Raises
@@ -201,13 +201,14 @@ def _put_together(path: Path, files: Mapping[str, Any], *, mapped: bool) -> dict
                 model.update(state)
                 model._metadata = state._metadata  # The versions of all modules.
         own = [state for name, state in files.items() if name.startswith("optimizer-")]
-        unknown = {name for states in own for name in states} - numbers.keys()
-        remembered = {} if mapped else with_whole_states(own, {name: model[name].shape for name in numbers})
+        told = {name: state for states in own for name, state in states.items()}
+        unknown = told.keys() - numbers.keys()
+        remembered = told if mapped else with_whole_states(own, {name: model[name].shape for name in numbers})
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise OptionError(f"{path}: the files of its stages do not belong together") from error
     if unknown:
         raise OptionError(f"{path}: the files of its stages do not belong together")
-    optimizer["state"] = {numbers[name]: state for name, state in remembered.items()}
+    optimizer["state"] = {number: remembered[name] for name, number in numbers.items() if name in remembered}
     return {**states, "model": model, "optimizer": optimizer}
 
 
