@@ -30,6 +30,7 @@ from asyncpipe.ops.execute.instruments import Instruments
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.execute.optimizer_shards import check_elementwise
 from asyncpipe.ops.execute.replica_sums import BUCKET_BYTES, ReplicaSums
+from asyncpipe.ops.execute.update_undo import UpdateUndo
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.cuda_graphs import StageCapturer
 from asyncpipe.ops.model.few_microbatches import FewMicrobatches
@@ -241,7 +242,17 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     parts = PipelineParts(
         options,
         staged,
-        StageResources(stages, ties, streams, make_copiers(streams), GradientGuard(), optimizers, sums, instruments),
+        StageResources(
+            stages,
+            ties,
+            streams,
+            make_copiers(streams),
+            GradientGuard(),
+            optimizers,
+            sums,
+            UpdateUndo(is_on=options.undo_updates),
+            instruments,
+        ),
         graphs,
         deferred,
         PaddedLabels(),

@@ -81,6 +81,9 @@ class PipelineOptions(PoolOptions):
     shard_optimizer: bool = False
     """Whether each replica updates a part of the parameters, and has the optimizer's states of that part alone. For
     optimizers that update each element alone, as Adam does."""
+    undo_updates: bool = False
+    """Whether a failed step leaves parameters and these optimizers as they were before it, also where some stages were
+    updated already. It costs a copy of both in each step."""
     optimizer_on_host: bool = False
     """Whether these optimizers are in the host's memory, with their states, and update there: the stages' devices have
     parameters and gradients alone, which travel in each update. Changes nothing on CPUs."""
@@ -124,6 +127,8 @@ class PipelineOptions(PoolOptions):
         check_choice("on_nan", self.on_nan, ("warn", "raise", "ignore"))
         if self.shard_optimizer and self.optimizer is None:
             raise OptionError("shard_optimizer is for the pipeline's own optimizers; give it an optimizer=")
+        if self.undo_updates and self.optimizer is None:
+            raise OptionError("undo_updates is for the pipeline's own optimizers; give it an optimizer=")
         if self.optimizer_on_host and self.optimizer is None:
             raise OptionError("optimizer_on_host is for the pipeline's own optimizers; give it an optimizer=")
         if CompileOption.parse(self.compile) is not None and self.offload is not None:

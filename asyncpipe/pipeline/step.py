@@ -193,11 +193,15 @@ class PreparedStep(StepHere[StepResult]):
         return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal, norms)
 
     def abandon(self) -> None:
+        resources = self.parts.resources
+        resources.undo.fail(self._tensors)
         if self._has_set_gradients_aside:
-            self.parts.resources.guard.roll_back()
-            self.parts.resources.ties.drop_gradients()
+            resources.guard.roll_back()
+            resources.ties.drop_gradients()
         super().abandon()
-        self.parts.resources.guard.leave(self)
+        if not self._in_line:
+            resources.undo.close()
+        resources.guard.leave(self)
 
     def _commit(self) -> None:
         """Keep what the step has left in gradients and buffers."""
@@ -208,6 +212,7 @@ class PreparedStep(StepHere[StepResult]):
                 self.parts.resources.guard.commit()
             self._has_set_gradients_aside = False
             self.parts.resources.guard.leave(self)
+        self.parts.resources.undo.keep(self._tensors)
         self.parts.resources.ties.twins.updated()
         self.parts.commit_statistics()
         self._tensors.close()

@@ -218,8 +218,8 @@ class StepRun:
 
     def _close(self) -> None:
         """No step is under way: give the gradients back as the last update of each stage has left them."""
-        guard = self._parts.resources.guard
-        guard.end_repeats(self)
+        self._parts.resources.undo.close()
+        self._parts.resources.guard.end_repeats(self)
         self._parts.between_steps.owner = None
 
 

@@ -38,6 +38,7 @@ from asyncpipe.ops.execute.reductions import Reductions
 from asyncpipe.ops.execute.replica_sums import ReplicaSums
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.execute.surroundings import Surroundings
+from asyncpipe.ops.execute.update_undo import UpdateUndo
 from asyncpipe.ops.model.replicas import Twins
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.model.ties import Ties
@@ -58,6 +59,7 @@ class StageResources:
     """By stage; one for each stage that is updated inside the step."""
     sums: Mapping[int, ReplicaSums]
     """By position of a stage in its row, where replicas update parameters of their own."""
+    undo: UpdateUndo
     instruments: Instruments
 
     def begin_replicas(self) -> None:
@@ -325,6 +327,7 @@ class Binder:
                 self._tensors.gradient_norms[task.stage] = nn.utils.get_total_norm(gradients)
         if self._plan.learning_rate is not None:
             set_learning_rate(optimizer, self._plan.learning_rate)
+        self._resources.undo.save(self._tensors, optimizer)
         update(optimizer, self._stream(task))
         self._resources.guard.updated(parameters)
 

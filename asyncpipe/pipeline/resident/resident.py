@@ -156,6 +156,8 @@ class Resident:
         """A step is over in all workers: keep what it has left in gradients and buffers, or undo it."""
         if (step := self.links.settled(number)) is not None:
             step.settle(keep=keep)
+        if not self.links.steps:
+            self._parts.resources.undo.close()
         if self._line is not None and not self.links.steps:
             self._parts.resources.guard.end_repeats(self._line)
             self._line = None

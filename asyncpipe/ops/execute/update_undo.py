@@ -1,0 +1,95 @@
+"""Updates that can be undone, until it is known that a step has succeeded everywhere.
+
+A stage is updated as soon as its gradients are complete, so a step can fail when some stages are updated already. With
+copies of what each update changes, a failed step leaves parameters and optimizers as they were::
+
+    step 1    U(1)    U(0) ── kept: its copies are dropped
+    step 2    U(1)            fails: U(1) of step 3, then U(1) of step 2 are undone
+    step 3    U(1)            was under way behind it
+
+The price is the time and the memory of a copy of the parameters and of the optimizers' states, so it is an option.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncpipe.ops.execute.host_optimizer import updated_by
+
+__all__ = ["UpdateUndo"]
+
+
+class _Saved(NamedTuple):
+    """What undoes one update."""
+
+    step: object
+    restore: Callable[[], None]
+
+
+class UpdateUndo:
+    """The updates of the steps that are under way in this process, in their order. ``save`` is for stages' threads."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._lock = threading.Lock()
+        self._saved: list[_Saved] = []
+        self._failed: list[object] = []
+
+    def save(self, step: object, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to update its stage, in ``step``; its stream is current."""
+        if self._is_on:
+            saved = _Saved(step, _restoring(optimizer))
+            with self._lock:
+                self._saved.append(saved)
+
+    def keep(self, step: object) -> None:
+        """``step`` has succeeded everywhere."""
+        with self._lock:
+            self._saved = [each for each in self._saved if each.step is not step]
+
+    def fail(self, step: object) -> None:
+        """``step`` has failed; ``close`` undoes its updates, and those of steps behind it."""
+        self._failed.append(step)
+
+    def close(self) -> None:
+        """No step is under way: undo what is to be undone, the last update first."""
+        with self._lock:
+            first = next((n for n, each in enumerate(self._saved) if each.step in self._failed), len(self._saved))
+            undone, self._saved, self._failed = self._saved[first:], [], []
+        for each in reversed(undone):
+            each.restore()
+
+
+def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What gives ``optimizer`` and the parameters that it updates the values that they have now."""
+    values = [(parameter, parameter.detach().clone()) for parameter in updated_by(optimizer)]
+    states = {
+        parameter: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for parameter, state in optimizer.state.items()
+    }
+
+    def restore() -> None:
+        with torch.no_grad():
+            for parameter, saved in values:
+                parameter.copy_(saved)
+        for parameter in list(optimizer.state):
+            if parameter in states:
+                _put(optimizer.state[parameter], states[parameter])
+            else:
+                del optimizer.state[parameter]
+
+    return restore
+
+
+def _put(state: dict[str, Any], before: dict[str, Any]) -> None:
+    for key, value in before.items():
+        mine = state.get(key)
+        if isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape == value.shape:
+            mine.copy_(value)
+        else:
+            state[key] = value
