@@ -212,9 +212,11 @@ class PipelineArguments(PipelineOptions):
     replicas a list of lists, one for each, or all devices of the first replica, then those of the second …"""
 
     @property
-    def flat_devices(self) -> list[str | torch.device]:
+    def flat_devices(self) -> Sequence[str | torch.device]:
         """The devices of all replicas, one replica after the other."""
         flat: list[Any] = []
+        if isinstance(self.devices, str):
+            return self.devices  # The pool says what is wrong.
         for row in self.devices:
             flat += row if isinstance(row, list | tuple) else [row]
         return flat

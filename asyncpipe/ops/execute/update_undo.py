@@ -75,13 +75,13 @@ def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
     def restore() -> None:
         with torch.no_grad():
-            for parameter, saved in values:
-                parameter.copy_(saved)
-        for parameter in list(optimizer.state):
-            if parameter in states:
-                _put(optimizer.state[parameter], states[parameter])
+            for parameter, value in values:
+                parameter.copy_(value)
+        for updated in list(optimizer.state):
+            if updated in states:
+                _put(optimizer.state[updated], states[updated])
             else:
-                del optimizer.state[parameter]
+                del optimizer.state[updated]
 
     return restore
 
