@@ -97,6 +97,11 @@ class PipelineParts:
         """The stages whose optimizers have all states together: with shards each replica has some of them."""
         return range(len(self.staged.stages) if self.options.shard_optimizer else self.stages_per_row)
 
+    @property
+    def joins_statistics(self) -> bool:
+        """Whether batch norms of several replicas have statistics, which the first one alone has after a step."""
+        return any(each.joins for each in self.resources.ties.statistics_of.values())
+
     def joined_norms(self, norms: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """The norms of the gradients of each stage, from those of what each replica has of it."""
         parts: dict[int, list[Tensor]] = {}

@@ -45,6 +45,9 @@ class PipelineOptions(PoolOptions):
     replicas: int = 1
     """How many pipelines, each with devices of its own, train one model: the micro-batches of a mini-batch are spread
     over them in order, and their gradients are summed."""
+    total_microbatches: int | None = None
+    """Into how many micro-batches a mini-batch is cut for all replicas together, where ``microbatches`` times
+    ``replicas`` is not meant: some replicas then have one more than others."""
     balance: str | Sequence[int] = "auto"
     """Layers per stage, or ``"auto"``: with a ``sample`` the fastest by prediction, else parameters spread evenly. For
     a traced model, the number of stages that it was cut into per stage; ``"auto"`` without a ``sample`` is one each,
@@ -120,6 +123,8 @@ class PipelineOptions(PoolOptions):
         PoolOptions.__post_init__(self)  # super() does not work in a dataclass with slots
         check_positive("microbatches", self.microbatches, MicrobatchError)
         check_positive("replicas", self.replicas)
+        if self.total_microbatches is not None:
+            check_positive("total_microbatches", self.total_microbatches, MicrobatchError)
         if self.stages is not None:
             check_positive("stages", self.stages)
         check_choice("order", self.order, ("strict", "hint"))
@@ -170,7 +175,7 @@ class PipelineOptions(PoolOptions):
     @property
     def pieces(self) -> int:
         """Into how many micro-batches a mini-batch is cut, for all replicas together."""
-        return self.microbatches * self.replicas
+        return self.total_microbatches or self.microbatches * self.replicas
 
     @property
     def is_auto(self) -> bool:

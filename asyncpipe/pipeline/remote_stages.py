@@ -6,7 +6,7 @@ import asyncio
 import pickle
 import threading
 from collections import ChainMap
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -79,6 +79,8 @@ class RemoteStages(StagesHere):
         self._placed: PlacedPipeline | None = None
         """Once it is loaded."""
         self._connections: dict[str, WorkerConnection] = {}
+        self._copied: Sequence[str] = ()
+        """The workers that have copied states, to write them."""
         self._worker_of = workers.worker_of(devices)
         check_transport(workers.transport, devices, self._worker_of)
         self._owned: dict[str, list[int]] = {name: [] for name in dict.fromkeys(self._worker_of.values())}
@@ -227,8 +229,11 @@ class RemoteStages(StagesHere):
 
     async def _ask_all(self, method: str, *arguments: object, raises: bool = True) -> list[Any]:
         """The answers of all workers, whose ``Resident`` has the method."""
+        return await self._ask(self._connections, method, *arguments, raises=raises)
+
+    async def _ask(self, names: Iterable[str], method: str, *arguments: object, raises: bool) -> list[Any]:
         call = Call(self._number, method, arguments)
-        asked = (connection.ask(call) for connection in self._connections.values())
+        asked = (self._connections[name].ask(call) for name in names)
         answers = await asyncio.gather(*asked, return_exceptions=not raises)
         return list(answers)
 
@@ -414,20 +419,44 @@ class RemoteStages(StagesHere):
         await asyncio.gather(*[self._connections[worker].ask(message) for worker, message in messages.items()])
 
     def copy_stages(self) -> None:
-        """Have the workers copy the states of all stages; those that replicas have alike, where the first one is."""
-        self._call(self._copy_stages(range(self._parts.stages_per_row), self._parts.stages_with_states))
+        """Have workers copy the states of all stages. What replicas have alike, the first that is not lost copies.
 
-    async def _copy_stages(self, stages: Collection[int], updated: Collection[int]) -> None:
-        asked = []
-        for name, owned in self._owned.items():
-            both = [[stage for stage in owned if stage in each] for each in (stages, updated)]
-            if any(both):
-                asked.append(self._connections[name].ask(Call(self._number, "states.copy", tuple(both))))
+        Raises ``WorkerLostError`` if nobody has some of it any more.
+        """
+        self._call(self._copy_stages())
+
+    def who_has_states(self) -> Mapping[str, tuple[list[int], list[int]]] | None:
+        """The workers that are not lost, with the stages that they are to copy, and those whose optimizers they are to.
+
+        ``None`` if that is not everything. From any thread.
+        """
+        left = {
+            stage: name
+            for name, stages in self._owned.items()
+            if self._connections[name].lost is None
+            for stage in stages
+        }
+        count, every = self._parts.stages_per_row, len(self._parts.resources.stages)
+        firsts = [next((v for v in range(j, every, count) if v in left), None) for j in range(count)]
+        updated = firsts if not self._parts.options.shard_optimizer else list(range(every))
+        if not left.keys() >= {*firsts, *updated} or (self._parts.joins_statistics and firsts != list(range(count))):
+            return None
+        return {
+            name: ([v for v in stages if v in firsts], [v for v in stages if v in updated])
+            for name, stages in self._owned.items()
+            if not {*firsts, *updated}.isdisjoint(stages)
+        }
+
+    async def _copy_stages(self) -> None:
+        while (found := self.who_has_states()) is None:
+            raise next(each.lost for each in self._connections.values() if each.lost is not None)
+        self._copied = list(found)
+        asked = [self._connections[name].ask(Call(self._number, "states.copy", both)) for name, both in found.items()]
         await asyncio.gather(*asked)
 
     def write_copies(self, folder: Path) -> dict[str, str]:
         """Have each worker write its copies; the SHA-256 of each file, by name. Nobody writes any more when it ends."""
-        answers = self._call(self._ask_all("states.write_copies", folder, raises=False))
+        answers = self._call(self._ask(self._copied, "states.write_copies", folder, raises=False))
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if errors:
             raise errors[0]

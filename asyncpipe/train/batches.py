@@ -31,9 +31,12 @@ from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.randomness import RunRandom
 from asyncpipe.train.workload import Batch, Workload
 
-__all__ = ["BatchPrefetcher", "BatchSource", "DataError", "data_errors"]
+__all__ = ["BatchPrefetcher", "BatchSource", "DataError", "Mark", "data_errors"]
 
 _logger = logging.getLogger(__name__)
+
+Mark = Future[dict[str, Any]]
+"""The states of data and random numbers before a batch is made."""
 
 
 class DataError(AsyncpipeError, RuntimeError):
@@ -127,7 +130,7 @@ class BatchPrefetcher:
         self._source = source
         self._random = random
         self._ahead: asyncio.Future[Batch | None] | None = None
-        self._position: Future[dict[str, Any]] | None = None
+        self._position: Mark | None = None
 
     async def next(self) -> Batch | None:
         """The current batch, ``None`` after the last one; the same one until ``advance`` is called.
@@ -147,12 +150,18 @@ class BatchPrefetcher:
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
-    def position(self) -> dict[str, Any]:
-        """The states of data and random numbers right after the last used batch.
+    @property
+    def mark(self) -> Mark | None:
+        """For ``position``: that of the current batch. ``None`` if none was begun."""
+        return self._position
+
+    def position(self, mark: Mark | None = None) -> dict[str, Any]:
+        """The states of data and random numbers right after the last used batch, or before that of ``mark``.
 
         Blocks, so not for the loop; not while a step runs.
         """
-        position = self._current_position() if self._position is None else self._position.result()
+        mark = mark or self._position
+        position = self._current_position() if mark is None else mark.result()
         return {**position, "random": {**position["random"], **self._random.device_state()}}
 
     def restore(self, position: dict[str, Any]) -> None:

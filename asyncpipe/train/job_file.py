@@ -227,13 +227,20 @@ class FaultTable(StrictModel):
     overlap, behind it), skip this update, or do nothing."""
     most_skipped: PositiveInt = 10
     """How many updates in a row may be skipped; one more ends the run."""
-    lost_host: Literal["fail", "wait", "split"] = Field(default="fail", description='must be "fail", "wait" or "split"')
+    lost_host: Literal["fail", "wait", "split", "shrink"] = Field(
+        default="fail", description='must be "fail", "wait", "split" or "shrink"'
+    )
     """When workers are lost, by themselves or with their host. With ``"wait"`` and ``"split"`` the run goes on by
     itself from its newest snapshot, when the workers have been started again, which is tried for ``wait_seconds``;
     more than ``snapshot_retries`` losses in a row, without a new snapshot between, end it. What has not come back by
     then ends the run (``HostLostError``) with ``"wait"``. With ``"split"`` the job goes on with the devices that are
     left, and takes those in that come back. Losses and weights are the same to the last bit: the model is split anew,
     with the balance of the planner, or, where that could change a bit, devices that are left get several of its stages.
+
+    With ``"shrink"`` a job with replicas loses no step: what a lost worker had, another replica has. The run goes on at
+    once from there, without the replicas whose workers cannot be started, whose micro-batches the others take; sums
+    are then rounded in another order. (With ``shard_optimizer``, or batch norms in the first replica, it goes on from
+    the newest snapshot: a part of the states is gone.) A replica takes part again when its workers are back.
 
     With ``"fail"`` the run ends as with any other error: a service tries again ``snapshot_retries`` times."""
     wait_seconds: NonNegativeFloat = 60.0

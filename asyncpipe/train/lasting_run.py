@@ -44,7 +44,7 @@ from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
 from asyncpipe.train.next_move import LONGEST_PAUSE, Loss, Losses, MoveKind, loss_of, next_move, short
-from asyncpipe.train.other_devices import NotSplit, StepCosts, moved, split_anew
+from asyncpipe.train.other_devices import NotSplit, StepCosts, moved, shrunk, split_anew
 from asyncpipe.train.progress import ProgressSink, TrainingSummary
 from asyncpipe.train.redaction import redacted
 from asyncpipe.train.run_orders import RunOrders
@@ -55,8 +55,8 @@ __all__ = ["DrainedHosts", "LastingRun"]
 
 _logger = logging.getLogger(__name__)
 
-FAIL, SPLIT = "fail", "split"
-"""Values of ``lost_host``. The third is "wait"."""
+FAIL, SPLIT, SHRINK = "fail", "split", "shrink"
+"""Values of ``lost_host``. The fourth is "wait"."""
 
 
 class DrainedHosts(Protocol):
@@ -113,6 +113,11 @@ class LastingRun:
         if job.faults.lost_host != FAIL and job.snapshots is None:
             key = f'faults.lost_host: "{job.faults.lost_host}"'
             raise job_file_error(job.path, f"{key} goes on from snapshots: name a folder in [snapshots]")
+        if job.faults.lost_host == SHRINK and job.pipeline.replicas == 1:
+            instead = 'give the job pipeline.replicas, or say "split"'
+            raise job_file_error(
+                job.path, f'faults.lost_host: "shrink" goes on with other replicas, and it has none; {instead}'
+            )
         # Made now, since it checks the job.
         self._run = self._make_run()
 
@@ -210,6 +215,14 @@ class LastingRun:
         """The job on the remaining devices. In the run's thread."""
         gone = {device for device, unit in self._unit_of().items() if unit in self._without}
         why = None
+        if job.faults.lost_host == SHRINK:
+            try:
+                placed = shrunk(job, gone)
+            except NotSplit as error:
+                why = str(error)
+            else:
+                self._tell(f"{placed.pipeline.replicas} of {job.pipeline.replicas} replicas", placed)
+                return placed
         if job.faults.lost_host == SPLIT and job.pipeline.schedule != AUTO:
             try:
                 with import_path(job.path.resolve().parent):

@@ -8,6 +8,7 @@
                        some cannot start, there is time        LOOK_AGAIN, after a pause
                        some cannot start, no time: "wait"      GIVE_UP
                                                    "split"     GO_ON without them; GIVE_UP if nothing is left
+                       some cannot start: "shrink"             GO_ON without them, at once
     a connection       for the first time                      GO_ON
                        again, there is time                    GO_ON, after a pause
                        again, no time: "wait"                  GIVE_UP
@@ -109,7 +110,8 @@ def next_move(
     ``usable`` are the job's units that it may use, ``missing`` those among them that could not be started, and why.
     ``looks`` is how often that was tried since the loss.
     """
-    seconds, splits = faults.wait_seconds, faults.lost_host == "split"
+    splits = faults.lost_host in ("split", "shrink")
+    seconds = faults.wait_seconds if faults.lost_host != "shrink" else 0.0
     rest = losses.since + seconds - now
     if loss.broken:
         # A message on every edge has shown who is cut off, so trying again would show nothing new.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -32,7 +33,7 @@ from asyncpipe.ops.model.sequential import PipeSequential
 from asyncpipe.ops.model.skips import Skippable
 from asyncpipe.train.job_file import Job
 
-__all__ = ["NotSplit", "StepCosts", "moved", "split_anew"]
+__all__ = ["NotSplit", "StepCosts", "moved", "shrunk", "split_anew"]
 
 MEASURED = 3
 """The last steps of a run that count."""
@@ -76,6 +77,21 @@ def moved(job: Job, gone: Collection[str], others: Sequence[str] = ()) -> Job:
             load[device] += 1
         placed.append(device)
     return job.override("pipeline", devices=tuple(placed))
+
+
+def shrunk(job: Job, gone: AbstractSet[str]) -> Job:
+    """The job with those of its replicas whose devices are all left; they take the micro-batches of the others.
+
+    Raises ``NotSplit`` if none is left whole.
+    """
+    table = job.pipeline
+    count = len(table.devices) // table.replicas
+    rows = [table.devices[first : first + count] for first in range(0, len(table.devices), count)]
+    left = [row for row in rows if gone.isdisjoint(row)]
+    if not left:
+        raise NotSplit("no replica is left whole")
+    total = table.total_microbatches or table.microbatches * table.replicas
+    return job.override("pipeline", devices=sum(left, ()), replicas=len(left), total_microbatches=total)
 
 
 def split_anew(job: Job, model: object, gone: Collection[str], costs: StepCosts, schedule: Schedule) -> Job:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -25,8 +25,10 @@ from asyncpipe.errors import TaskError
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.steps import Batch
 from asyncpipe.train.adamw import StagedAdamW, learning_rate
+from asyncpipe.train.batches import Mark
+from asyncpipe.train.snapshots.run_state import RunState
 from asyncpipe.train.training_loop import StepUnderWay, TrainingLoop
-from asyncpipe.train.workload import sample_count
+from asyncpipe.train.workload import Resumable, sample_count
 
 __all__ = ["OverlappingSteps"]
 
@@ -37,6 +39,8 @@ class _Taken(NamedTuple):
     began: float
     samples: int
     rate: float
+    mark: Mark | None
+    """Where the data was before it."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,7 +59,7 @@ class OverlappingSteps(TrainingLoop):
             aclosing(self.pipe.steps(batches, return_outputs=False)) as results,
         ):
             while (result := await self._next(results)) is not None:
-                began, samples, rate = self._taken.popleft()
+                began, samples, rate, _ = self._taken.popleft()
                 update = self.optimizer.take(result, rate)
                 self.under_way.append(
                     StepUnderWay(result=result, update=update, rate=rate, began=began, samples=samples)
@@ -84,11 +88,16 @@ class OverlappingSteps(TrainingLoop):
             if self.orders.wants_schedule:
                 return  # The same batch comes again.
             rate = learning_rate(number, self.job.training)
-            self._taken.append(_Taken(start, sample_count(batch[0]), rate))
+            self._taken.append(_Taken(start, sample_count(batch[0]), rate, self.batches.mark))
             # In the loop's next turn, when the step has drawn its number; at the latest when the next batch is wanted.
             asyncio.get_running_loop().call_soon(self._advance, number + 1)
             yield Batch(*batch, learning_rate=rate)
             self._advance(number + 1)
+
+    def states_after_last_step(self) -> Mapping[str, Resumable]:
+        if not self._taken:
+            return self.states
+        return {**self.states, "run": RunState(self.meter, self.batches, self._taken[0].mark)}
 
     def _advance(self, taken: int) -> None:
         """Begin to make the next batch, if that is not done already after this one."""

@@ -110,6 +110,7 @@ class StagesTable(StrictModel):
     """Those of the first replica, then those of the second …"""
     microbatches: PositiveInt = 8
     """Of each replica."""
+    total_microbatches: PositiveInt | None = _DEFAULTS["total_microbatches"]
     schedule: Annotated[str, BeforeValidator(_checked_schedule)] = _DEFAULTS["schedule"]
     order: Literal["strict", "hint"] = Field(default=_DEFAULTS["order"], description='must be "strict" or "hint"')
     checkpoint: CheckpointName = CheckpointMode(_DEFAULTS["checkpoint"])

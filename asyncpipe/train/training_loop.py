@@ -106,6 +106,10 @@ class TrainingLoop(ABC):
     async def _go_on(self) -> bool:
         """Make the changes of the schedule that are wanted, and do a step or more; false without another batch."""
 
+    def states_after_last_step(self) -> Mapping[str, Resumable]:
+        """What a snapshot of the last settled step has. No step is under way."""
+        return self.states
+
     async def _follow_orders(self) -> None:
         if self.orders.wants_schedule:
             await self.settle()

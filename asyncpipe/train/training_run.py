@@ -38,6 +38,7 @@ from asyncpipe.train.blocking_calls import DedicatedThread, in_thread
 from asyncpipe.train.evaluation import evaluate, sample_text
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, check_workers, job_file_error
+from asyncpipe.train.next_move import loss_of
 from asyncpipe.train.overlapping_loop import OverlappingSteps
 from asyncpipe.train.planning import choose_for, with_plan
 from asyncpipe.train.progress import Meter, ProgressSink, RunStarted, StepListener, StepProgress, TrainingSummary
@@ -127,6 +128,13 @@ class TrainingRun:
     def hand_over(self) -> None:
         """End after the step, as when stopped, but leave the orders open: the next attempt goes on with them."""
         self.is_handed_over = True
+
+    @property
+    def _keeps_going(self) -> bool:
+        """Whether the loss of a worker is to cost no step, since other replicas have what it had."""
+        table = self._job.pipeline
+        shrinks = self._job.faults.lost_host == "shrink"
+        return shrinks and self._in_workers and table.replicas > 1 and not table.shard_optimizer
 
     def _is_stopping(self) -> bool:
         return self.is_handed_over or self.orders.stopping
@@ -326,6 +334,7 @@ class TrainingRun:
                 table.devices,
                 replicas=table.replicas,
                 microbatches=table.microbatches,
+                total_microbatches=table.total_microbatches,
                 balance=table.balance,
                 stages=table.stages,
                 schedule=self._find_schedule(table.schedule),
@@ -335,6 +344,7 @@ class TrainingRun:
                 on_nan="ignore",  # ``faults.non_finite`` says what becomes of one.
                 optimizer=None if staged is None else staged.make,
                 shard_optimizer=table.shard_optimizer,
+                undo_updates=self._keeps_going and staged is not None,
                 gradient_norms=staged is not None,
                 feed=workload.batches if isinstance(workload.batches, Feed) else None,
                 observers=[*recorders, *self._observers],
@@ -408,7 +418,15 @@ class TrainingRun:
             ahead=ahead,
         )
         self._note_overlap(pipe)
-        await loop.run()
+        try:
+            await loop.run()
+        except Exception as error:
+            if self._keeps_going and loss_of(error) is not None and stages is not None and stages.are_left:
+                self._note(
+                    logging.INFO, f"other replicas have what was lost; it is kept as after step {self._meter.step}"
+                )
+                await snapshots.after_loss(self._meter.step, loop.states_after_last_step())
+            raise
         if not self.is_handed_over:
             self.orders.close()
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from host_helpers import Hosts
 from resume_helpers import STEPS, disturb, make_chain, make_job
-from run_helpers import Told, assert_same_end, plain
+from run_helpers import Told, assert_same_end, clean_state, plain
 
 from asyncpipe.errors import HostLostError, JobFileError
 from asyncpipe.pipeline.pool import DevicePool
@@ -74,12 +75,14 @@ class Struck(Told):
         self.strikes = strikes
         self.waited: list[str] = []
         self.where: list[tuple[str, ...]] = []
+        self.steps: list[int] = []
 
     def started(self, run: Any) -> None:
         self.where.append(run.devices)
 
     def stepped(self, progress: StepProgress) -> None:
         super().stepped(progress)
+        self.steps.append(progress.step)
         self.strikes.pop(progress.step, lambda: None)()
 
     def waiting(self, reason: str | None) -> None:
@@ -209,3 +212,56 @@ async def test_a_host_that_does_not_answer_keeps_nobody_from_others(hosts, pool)
 def test_a_run_that_is_to_go_on_takes_snapshots(pool):
     with pytest.raises(JobFileError, match=r'faults.lost_host: "wait" goes on from snapshots: name a folder'):
         LastingRun(make_job(training=TRAINING, faults={"step_retries": 0, "lost_host": "wait"}), plain, pool=pool)
+
+
+ROWS = {"devices": [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]], "microbatches": 2}
+
+
+def replicated_job(folder: Path, *, every: int = 99, **pipeline: Any) -> Job:
+    faults = {"step_retries": 0, "lost_host": "shrink"}
+    snapshots = {"every": every}
+    return make_job(folder, pipeline=ROWS | pipeline, training=TRAINING, snapshots=snapshots, faults=faults)
+
+
+@pytest.mark.parametrize("lost", ["cpu:1", "cpu:2"])
+async def test_the_loss_of_a_replica_costs_no_step(tmp_path, hosts, pool, lost):
+    """No snapshot was taken before. The lost worker is started again, so sums have their order: every bit is right."""
+    make = make_chain(tied=False)
+    told = Struck({3: lambda: kill(pool, lost)})
+    disturb()
+    summary = await LastingRun(replicated_job(tmp_path / "struck"), make, progress=told, pool=pool).run()
+    assert told.steps == list(range(1, STEPS + 1))
+    assert any("other replicas have what was lost; it is kept as after step" in text for _, text in told.notes)
+    disturb()
+    alone = await TrainingRun(replicated_job(tmp_path / "alone", workers="threads"), make).run()
+    assert_same_end(alone.snapshot, summary.snapshot)
+
+
+async def test_without_a_replica_the_others_take_its_micro_batches(tmp_path, hosts, pool):
+    make, is_back = make_chain(tied=False), threading.Event()
+
+    def strike() -> None:
+        hosts.off.add("cpu:2")
+        kill(pool, "cpu:2")
+
+    told = Struck({3: strike, 5: hosts.off.clear})
+    disturb()
+    summary = await LastingRun(replicated_job(tmp_path / "struck"), make, progress=told, pool=pool).run()
+    assert told.steps == list(range(1, STEPS + 1))
+    assert told.where[:2] == [("cpu:0", "cpu:1", "cpu:2", "cpu:3"), ("cpu:0", "cpu:1")]
+    disturb()
+    alone = await TrainingRun(replicated_job(tmp_path / "alone", workers="threads"), make).run()
+    mine, theirs = clean_state(summary.snapshot), clean_state(alone.snapshot)
+    for name in ("model", "optimizer"):
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-10)
+
+
+async def test_shards_of_a_lost_replica_are_in_the_snapshot(tmp_path, hosts, pool):
+    make = make_chain(tied=False)
+    told = Struck({3: lambda: kill(pool, "cpu:2")})
+    job = replicated_job(tmp_path / "struck", shard_optimizer=True, every=2)
+    disturb()
+    summary = await LastingRun(job, make, progress=told, pool=pool).run()
+    disturb()
+    alone = await TrainingRun(replicated_job(tmp_path / "alone", workers="threads", shard_optimizer=True), make).run()
+    assert_same_end(alone.snapshot, summary.snapshot)

@@ -68,6 +68,8 @@ class ReplicaSums:
 
     def begin(self) -> None:
         """A step begins: look for hooks of parameters. Raises ``OptionError`` where no replica has a whole gradient."""
+        if not self._by_replica:
+            return  # Workers do it.
         for shard in self._shards.values():
             shard.refresh()
         self._hooked = {bucket for bucket in range(len(self.buckets)) if hooked(self.of(0, bucket))}

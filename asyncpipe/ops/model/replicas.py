@@ -166,6 +166,11 @@ class ReplicaStatistics:
     def __bool__(self) -> bool:
         return bool(self._pairs)
 
+    @property
+    def joins(self) -> bool:
+        """Whether row 0 is told of something."""
+        return any(_joins_statistics(owner) for owner, _ in self._pairs)
+
     def begin(self) -> None:
         """A step begins: keep the buffers of row 0, whose forwards may change them before the later row has them."""
         buffers = [tensor for owner, _ in self._pairs for tensor in owner._buffers.values()]

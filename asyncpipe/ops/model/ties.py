@@ -59,7 +59,7 @@ class Ties:
 
     def __init__(self) -> None:
         self._replicas: dict[tuple[int, int], list[Replica]] = {}
-        self._statistics: dict[tuple[int, int], ReplicaStatistics] = {}
+        self.statistics_of: dict[tuple[int, int], ReplicaStatistics] = {}
         """By stage of row 0 and of a later row."""
         self._images: list[ModuleImage] = []
         self.twins = Twins()
@@ -67,12 +67,12 @@ class Ties:
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
         """(owner, user) for each pair of stages with replicas."""
-        return tuple(sorted(self._replicas.keys() | self._statistics.keys()))
+        return tuple(sorted(self._replicas.keys() | self.statistics_of.keys()))
 
     @property
     def statistics(self) -> tuple[tuple[int, int], ...]:
         """Those of ``links`` where the owner is told of buffers."""
-        return tuple(sorted(self._statistics))
+        return tuple(sorted(self.statistics_of))
 
     def between(self, owner: int, user: int) -> Sequence[Replica]:
         """The replicas that ``user`` has of tensors of ``owner``."""
@@ -81,7 +81,7 @@ class Ties:
     def values(self, owner: int, user: int) -> list[Tensor | None]:
         """What ``user`` has replicas of, without a graph; then the buffers of a stage in row 0, for a later row."""
         values: list[Tensor | None] = [replica.owner.detach() for replica in self.between(owner, user)]
-        return values + (self._statistics[owner, user].values() if (owner, user) in self._statistics else [])
+        return values + (self.statistics_of[owner, user].values() if (owner, user) in self.statistics_of else [])
 
     def take(self, owner: int, user: int, values: Sequence[Tensor | None]) -> None:
         """Let ``user`` compute with these values, which are on its device."""
@@ -90,8 +90,8 @@ class Ties:
             value = next(rest)
             assert value is not None
             replica.tensor.data = value
-        if (owner, user) in self._statistics:
-            self._statistics[owner, user].load(rest)
+        if (owner, user) in self.statistics_of:
+            self.statistics_of[owner, user].load(rest)
 
     def pop_gradients(self, owner: int, user: int) -> list[Tensor | None]:
         """The gradients of those replicas, which lose them; then what forwards of a later row did to buffers.
@@ -103,12 +103,12 @@ class Ties:
         for replica in replicas:
             replica.tensor.grad = None
         parts = [part for gradient in gradients for part in _indices_and_values(gradient)]
-        return parts + (self._statistics[owner, user].collect() if (owner, user) in self._statistics else [])
+        return parts + (self.statistics_of[owner, user].collect() if (owner, user) in self.statistics_of else [])
 
     def begin(self) -> None:
         """No step runs, and one is about to begin: have the modules of later rows as those of row 0."""
         self.twins.follow()
-        for each in self._statistics.values():
+        for each in self.statistics_of.values():
             each.begin()
 
     def refresh(self) -> None:
@@ -132,13 +132,13 @@ class Ties:
                     values = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
                 if values is not None:
                     parameter.grad = values if parameter.grad is None else accumulated(parameter.grad, values)
-            if (owner, user) in self._statistics:
-                self._statistics[owner, user].join(rest)
+            if (owner, user) in self.statistics_of:
+                self.statistics_of[owner, user].join(rest)
 
     def follow(self, owner: Stage, user: Stage) -> None:
         """Have ``user``, in a later row, begin each step with the buffers of ``owner``, and tell it of its own."""
         if statistics := ReplicaStatistics(owner.module, getattr(user.module, "stage", user.module)):
-            self._statistics[owner.index, user.index] = statistics
+            self.statistics_of[owner.index, user.index] = statistics
 
     def drop_gradients(self) -> None:
         """Drop the gradients that a failed step left at the replicas."""

@@ -17,7 +17,7 @@ import hashlib
 from typing import Any
 
 from asyncpipe.core.schedules.protocol import OrderedSchedule, RuledSchedule, Schedule, Shape, flat
-from asyncpipe.train.batches import BatchPrefetcher
+from asyncpipe.train.batches import BatchPrefetcher, Mark
 from asyncpipe.train.progress import Meter
 
 __all__ = ["RunState", "schedule_sha256"]
@@ -26,13 +26,15 @@ __all__ = ["RunState", "schedule_sha256"]
 class RunState:
     """Step count, figures, data position and random numbers of a run, as one state."""
 
-    def __init__(self, meter: Meter, prefetcher: BatchPrefetcher) -> None:
+    def __init__(self, meter: Meter, prefetcher: BatchPrefetcher, mark: Mark | None = None) -> None:
+        """``mark``: that of the first batch that is not used yet, if the prefetcher has handed out others since."""
         self._meter = meter
         self._prefetcher = prefetcher
+        self._mark = mark
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the module describes. Blocks, so not for the loop."""
-        return {"meter": self._meter.state_dict(), **self._prefetcher.position()}
+        return {"meter": self._meter.state_dict(), **self._prefetcher.position(self._mark)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; on the prefetcher's thread, after all other states: nothing may draw after it.

@@ -23,6 +23,11 @@ class StagesInWorkers:
         self._stages = stages
         self._optimizer = optimizer
 
+    @property
+    def are_left(self) -> bool:
+        """Whether workers that are not lost have the states of all stages."""
+        return self._stages.who_has_states() is not None
+
     def copy(self) -> dict[str, Any]:
         """Copy what each worker has, for ``write``; returns the rest of the optimizer's state. Between two steps."""
         self._stages.copy_stages()

@@ -114,6 +114,16 @@ class SnapshotWriter:
             await self.finish()
             await self._take(step, states)
 
+    async def after_loss(self, step: int, states: Mapping[str, Resumable]) -> None:
+        """A worker is lost: take one of what others have, as it was after ``step`` steps, and wait until it is on disk.
+
+        None if there is one already.
+        """
+        await self.finish()
+        if self._table is not None and (self._last is None or self._last.name != f"step-{step}"):
+            await self._take(step, states)
+            await self.finish()
+
     async def finish(self) -> None:
         """Wait until the snapshot that is being written, if any, is on disk or has failed."""
         if self._saving is not None:
