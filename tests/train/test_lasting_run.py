@@ -238,7 +238,7 @@ async def test_the_loss_of_a_replica_costs_no_step(tmp_path, hosts, pool, lost):
 
 
 async def test_without_a_replica_the_others_take_its_micro_batches(tmp_path, hosts, pool):
-    make, is_back = make_chain(tied=False), threading.Event()
+    make = make_chain(tied=False)
 
     def strike() -> None:
         hosts.off.add("cpu:2")

@@ -45,6 +45,7 @@ B = {"b": "no route"}
         (CUT, {"breaks": 2, "broken": {"a": 2, "b": 2}, "gone": "a"}, {"now": 60, "how": "split"}, GO_ON, "b", "b can"),
         (CUT, {"breaks": 2, "broken": {"a": 2}}, {"now": 60, "how": "split", "usable": "a"}, GIVE_UP, "", "has waited"),
         (SURE, {"breaks": 1}, {}, GO_ON, "", ""),
+        (WORKER, {"lost": 1}, {"missing": B, "how": "shrink"}, GO_ON, "b", "b did not come back within 0 s"),
         (SURE, {"breaks": 1, "broken": {"b": 9}}, {"now": 60, "how": "split"}, GO_ON, "a", "a cannot be"),
         (SURE, {"breaks": 1}, {"now": 60}, GIVE_UP, "", "has waited"),
     ],
