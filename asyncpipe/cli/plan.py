@@ -5,6 +5,9 @@ layers. Prints the ten fastest that fit, each with its best balance, as comments
 the first: a file with this output is what 'asyncpipe train JOB.toml --plan FILE' takes. A traced model's layers are the
 stages that it was cut into, which plans join; a transformers model's are its own layers.
 
+Devices are shared by replicas of the pipeline, each with its micro-batches: a mini-batch has as many micro-batches as
+all of them together. Sharded replicas keep a part of the optimizer's state each, which needs overlap = true.
+
 If the job overlaps its steps, what counts is how soon one follows the other.
 
 With --topology the stages are placed on several hosts: on all devices that the file lists, host by host, the hosts in
@@ -50,7 +53,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncpipe.cli.arguments import add_command, names
+from asyncpipe.cli.arguments import add_command, counts, names
 from asyncpipe.cli.profile import add_measuring, measured
 from asyncpipe.cli.progress import show_phases
 from asyncpipe.cli.tables import columns, table
@@ -84,6 +87,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--topology", type=Path, metavar="FILE.toml", help="hosts, devices and links to place it on")
     add_measuring(parser)
     add("--schedules", type=names, metavar="A,B", help="schedules to try (default: all that are known)")
+    add("--replicas", type=counts, metavar="1,2,4", help="numbers of replicas to try (default: those that fit)")
     add("--checkpoint", type=_modes, default=list(CheckpointMode), metavar="A,B", help="modes (default: all three)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=_plan)
@@ -127,13 +131,15 @@ def _plan(args: argparse.Namespace) -> int:
             ahead=int(job.training.overlap),
             topology=topology,
             offload=args.offload,
+            replicas=args.replicas or [each for each in range(1, len(devices) + 1) if len(devices) % each == 0],
+            shards=[False, True] if job.training.overlap else [False],
             progress=show,
         )
     best = best_of_each(plans)[:SHOWN]
     if args.json:
         print(json.dumps({"job": job.name, "devices": devices, "plans": [_row(each) for each in best]}))
         return 0
-    told = [columns(_COLUMNS, best, numbers=("micro-batches", "step", "bubble"))]
+    told = [columns(_COLUMNS, best, numbers=("replicas", "micro-batches", "step", "bubble"))]
     if topology is not None and best[0].placing is not None:
         told.append(_placement(best[0], best[0].placing, topology))
     # The whole output is TOML, which train reads.
@@ -158,7 +164,7 @@ def _placement(each: Plan, placing: Placing, topology: Topology) -> str:
         routes.append(f"{link.latency * 1e3:g} ms{speed}")
     for number, (device, route) in enumerate(zip(placing.devices, [*routes, ""], strict=True)):
         stages = [stage for stage, at in enumerate(placing.stages) if at == number]
-        layers = [each.balance[stage] for stage in stages]
+        layers = [each.balance[stage % len(each.balance)] for stage in stages]
         shown = (" ".join(map(str, values)) for values in (stages, layers))
         rows.append((device, f"{speeds[device]:g}", *shown, f"{placing.waits[number]:.1%}", route))
     head = ("device", "speed", "stages", "layers", "waits for links", "to the next")
@@ -169,6 +175,7 @@ def _placement(each: Plan, placing: Placing, topology: Topology) -> str:
 
 
 _COLUMNS: dict[str, Callable[[Plan], str]] = {
+    "replicas": lambda plan: f"{plan.replicas}{' sharded' if plan.shards else ''}",
     "schedule": lambda plan: plan.schedule,
     "balance": lambda plan: "-".join(map(str, plan.balance)),
     "micro-batches": lambda plan: str(plan.microbatches),

@@ -50,7 +50,7 @@ def profile_document(profile: Profile) -> dict[str, Any]:
     """``profile`` as plain data for ``json.dumps``."""
     document = asdict(profile)
     for row in document["measurements"].values():
-        for speed in ("bandwidth", "adding", "host_bandwidth"):  # JSON has no infinity.
+        for speed in ("bandwidth", "adding", "host_bandwidth", "updating", "reducing"):  # JSON has no infinity.
             row[speed] = row[speed] if isfinite(row[speed]) else "inf"
     return {"format": FORMAT, "version": VERSION, **document}
 

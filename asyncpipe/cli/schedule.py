@@ -22,6 +22,7 @@ from asyncpipe.cli.step_options import (
     add_step_arguments,
     counted,
     headline,
+    in_rows,
     shape_of,
     spelled,
 )
@@ -130,7 +131,8 @@ def _lowered(name: str, costs: Costs, args: argparse.Namespace) -> _LoweredSched
         shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
     else:
         shape, costs = _shape_on_devices(schedule, costs, args)
-    graph = lower(schedule, shape, checkpoint=checkpoint, phase=phase)
+    shape, wiring = in_rows(shape, None, args)
+    graph = lower(schedule, shape, checkpoint=checkpoint, phase=phase, wiring=wiring)
     return _LoweredSchedule(schedule, graph, costs, f"{headline(graph, checkpoint.value)}, costs {spelled(costs)}")
 
 
@@ -148,7 +150,7 @@ def _text(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     width = terminal_width() if args.output is None else None
     texts = []
     for shown in several:
-        record, copies = simulate(shown.graph, shown.costs), shown.costs.copy > 0
+        record, copies = simulate(shown.graph, shown.costs), max(shown.costs.copy, shown.costs.reduce) > 0
         texts.append(f"{shown.title}\n\n{text_timeline(record, width, copies=copies, virtual=True)}")
     return "\n".join(texts)
 
@@ -178,7 +180,8 @@ def _csv(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:
     [shown] = several
     if args.forward_only:
         raise OptionError("--format csv holds whole steps; leave --forward-only out")
-    return write_csv(shown.schedule, shown.graph.shape)
+    [(_, shape), *_] = shown.graph.rows.shapes()  # Of each replica.
+    return write_csv(shown.schedule, shape)
 
 
 def _json(several: Sequence[_LoweredSchedule], args: argparse.Namespace) -> str:

@@ -39,6 +39,7 @@ examples:
   asyncpipe simulate zb-h1 --stages 4 --microbatches 8 --trace step.json
   asyncpipe simulate zb-h2 --stages 4 --microbatches 8 --steps 2 --svg steps.svg
   asyncpipe simulate 1f1b --stages 4 --microbatches 16 --costs F=0.01,B=0.02 --topology hosts.toml --sent 4000000
+  asyncpipe simulate 1f1b --stages 4 --microbatches 8 --replicas 2 --costs F=1,B=2,A=1.5,G=0.5 --svg step.svg
   asyncpipe simulate my_package.schedules:Mine --stages 4 --microbatches 8
   asyncpipe simulate 1f1b --stages 3 --microbatches 8 --profile model.json --balance 3,5,2 --checkpoint always
 """
@@ -49,6 +50,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -61,6 +63,7 @@ from asyncpipe.cli.step_options import (
     add_step_arguments,
     counted,
     headline,
+    in_rows,
     shape_of,
     spelled,
 )
@@ -69,6 +72,7 @@ from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.core.predict.costs import Jitter, parse_costs
 from asyncpipe.core.predict.memory import StageMemory, format_bytes, peak_memory
@@ -174,6 +178,7 @@ def _simulate(args: argparse.Namespace) -> int:
     schedule = find_schedule(args.name, order=args.order)
     shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
     model = _cost_model(args, schedule.placement(shape))
+    shape, wiring = in_rows(shape, model.wiring, args)
     models, names = _jittered(model.costs, args), None
     if args.topology is not None:
         from asyncpipe.cli.prediction_files import read_topology
@@ -183,8 +188,8 @@ def _simulate(args: argparse.Namespace) -> int:
         models = [TopologyCosts(each, topology, model.sizes) for each in models]
     checkpoint = CheckpointMode.parse(args.checkpoint)
     given = args.offload if len(args.offload) != 1 else args.offload[0]
-    offload = check_offload(given, shape.stages) if args.offload else ()
-    graph = lower(schedule, shape, devices=names, checkpoint=checkpoint, wiring=model.wiring, offload=offload)
+    offload = check_offload(given, args.stages) * args.replicas if args.offload else ()
+    graph = lower(schedule, shape, devices=names, checkpoint=checkpoint, wiring=wiring, offload=offload)
     steps, ahead = args.steps or 1, 1 if args.ahead is None else args.ahead
     found = _summary([_run(graph, costs, model.memory, steps, ahead) for costs in models])
     if model.overhead is not None:
@@ -205,7 +210,7 @@ def _simulate(args: argparse.Namespace) -> int:
         found["svg"] = str(args.svg)
     if args.json:
         asked = {"schedule": graph.schedule, "stages": shape.stages, "devices": shape.devices}
-        asked |= {"microbatches": shape.microbatches, "checkpoint": args.checkpoint}
+        asked |= {"microbatches": shape.microbatches, "checkpoint": args.checkpoint, "replicas": args.replicas}
         print(json.dumps({**found, **asked}))
         return 0
     jitter = "" if args.jitter is None else f", jitter {args.jitter:g} per {args.jitter_per}"
@@ -224,22 +229,28 @@ def _simulate(args: argparse.Namespace) -> int:
 def _cost_model(args: argparse.Namespace, placement: Sequence[int]) -> _CostModel:
     if args.profile is None:
         costs, sent = parse_costs(args.costs), args.sent or 0
-        return _CostModel(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT, sizes=lambda task: sent)
+        sizes = partial(_message_size, sent)
+        return _CostModel(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT, sizes=sizes)
     from asyncpipe.cli.prediction_files import read_profile
 
     profile = read_profile(args.profile)
     checkpoint = CheckpointMode.parse(args.checkpoint)
-    balance = args.balance or even_balance(profile.layer_seconds(args.microbatches, checkpoint), args.stages)
-    measured = profile.costs(balance, args.microbatches, checkpoint, placement)
+    pieces, rows = args.microbatches * args.replicas, {"replicas": args.replicas, "shards": args.shard_optimizer}
+    balance = args.balance or even_balance(profile.layer_seconds(pieces, checkpoint), args.stages)
+    measured = profile.costs(balance, pieces, checkpoint, placement, **rows)
     return _CostModel(
         costs=measured,
         label=f"costs of {args.profile}, balance {','.join(map(str, balance))}",
-        wiring=profile.wiring(balance, placement),
-        memory=profile.memory(balance, args.microbatches, placement=placement),
-        overhead=profile.measurement(args.microbatches).step,
+        wiring=profile.wiring(balance, placement, **rows),
+        memory=profile.memory(balance, pieces, placement=placement),
+        overhead=profile.measurement(pieces).step,
         virtual=False,
         sizes=measured.size,
     )
+
+
+def _message_size(sent: int, task: Task) -> float:
+    return sent if task.kind is TaskKind.COPY else 0.0
 
 
 def _jittered(costs: Callable[[Task], float], args: argparse.Namespace) -> list[Callable[[Task], float]]:

@@ -40,6 +40,7 @@ from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, 
 from asyncpipe.errors import MicrobatchError, OptionError
 from asyncpipe.ops.device.copies import host_bandwidth
 from asyncpipe.ops.device.devices import Device, resolve_devices
+from asyncpipe.ops.execute.replica_sums import reduce_bandwidth
 from asyncpipe.ops.model.byte_recorder import ByteRecorder, LayerBytes, parameter_bytes, tied_parameters, travelling
 from asyncpipe.ops.model.measure_layers import copied
 from asyncpipe.ops.model.microbatch import cut
@@ -70,6 +71,8 @@ class SampleBatch:
     loss_fn: Callable[..., Any] | None = None
     loss_reduction: Literal["mean", "sum"] = "mean"
     batch_dim: int = 0
+    optimizer: Callable[..., Any] | None = None
+    """That of the pipeline, if the time of its updates counts; a copy of the model is updated."""
 
 
 def measure(
@@ -116,20 +119,24 @@ def choose(
     ahead: int = 0,
     memory_limit: int | None = None,
     offload: bool = False,
+    replicas: int = 1,
+    shards: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Measure, and return the plan with the shortest predicted step; ``Pipeline(…, **plan.options())`` runs it.
 
+    ``devices`` and ``microbatches`` are those of each of the ``replicas``; the devices of the first are measured.
     ``schedules`` are names, by default all known ones. A ``balance`` that is not ``"auto"`` is kept. ``measure`` and
     ``asyncpipe.core.predict.planner.plan`` explain the other arguments, and raise what this raises.
     """
+    pieces = microbatches * replicas
     profile = measure(
-        model, devices, sample, [microbatches], steps=steps, intra_op_threads=intra_op_threads, progress=progress
+        model, devices, sample, [pieces], steps=steps, intra_op_threads=intra_op_threads, progress=progress
     )
     fixed = None if isinstance(balance, str) else check_balance(balance, len(profile.layers))
     return plan(
         profile,
-        len(devices),
+        len(devices) * replicas,
         schedules=schedules,
         balances=None if fixed is None else lambda *_: [fixed],
         checkpoints=checkpoints,
@@ -137,6 +144,8 @@ def choose(
         ahead=ahead,
         memory_limit=memory_limit,
         offload=offload,
+        replicas=[replicas],
+        shards=[shards],
         progress=progress,
     )[0]
 
@@ -148,7 +157,8 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
     assert arguments.sample is not None
     assert isinstance(arguments.schedule, str)
     x, target = (*arguments.sample, NO_TARGET)[:2]
-    sample = SampleBatch(x, target, arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim)
+    options = arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim, arguments.optimizer
+    sample = SampleBatch(x, target, *options)
     # As in ``why_alone``; the planner knows of ties and rules.
     overlap = arguments.optimizer is not None and not arguments.deferred_batch_norm
     plan = choose(
@@ -163,6 +173,8 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
         ahead=int(overlap),
         memory_limit=arguments.memory_limit,
         offload=arguments.offload == "auto",
+        replicas=arguments.replicas,
+        shards=arguments.shard_optimizer,
     )
     chosen = (plan.offload or None) if arguments.offload == "auto" else arguments.offload
     return replace(arguments, schedule=plan.schedule, balance=list(plan.balance), offload=chosen, sample=None)
@@ -216,6 +228,7 @@ class Measuring:
             sample = replace(sample, loss_fn=model.own_loss)
         self._layers = tuple(ProfiledLayer(name, *parameter_bytes(part)) for name, part in layers.items())
         self._ties = tied_parameters(list(layers.values()))
+        self._optimizer = sample.optimizer
         self._added = 0
         """Bytes of gradients of tied parameters that a coarse step adds to others."""
         self._open = partial(_MeasuredPipeline, model, sample=sample, intra_op_threads=intra_op_threads)
@@ -236,7 +249,9 @@ class Measuring:
             if stages:
                 step = self._fine.step(max(self.microbatches), StepVariant.KEPT)
                 balance = even_balance(layer_seconds(step), stages)
-                self._coarse = stack.enter_context(self._open(self._devices[:stages], balance))
+                self._coarse = stack.enter_context(
+                    self._open(self._devices[:stages], balance, optimizer=self._optimizer)
+                )
                 stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
                 self._added = sum(tensor.size for _, _, tensor in replicas(self._ties, stage_of) if tensor.trained)
             self._stack = stack.pop_all()
@@ -252,7 +267,8 @@ class Measuring:
         if microbatches not in self._sizes:
             self._sizes[microbatches] = self._fine.sizes(microbatches)
         for pipeline, steps in ((self._fine, self._fine_steps), (self._coarse, self._coarse_steps)):
-            for variant in variants:
+            updated = [StepVariant.UPDATED] if pipeline.optimized_bytes else []
+            for variant in (*(each for each in variants if each is not StepVariant.UPDATED), *updated):
                 step = pipeline.step(microbatches, variant)
                 if keep:
                     steps.setdefault(microbatches, {}).setdefault(variant, []).append(step)
@@ -260,7 +276,9 @@ class Measuring:
     def profile(self) -> Profile:
         """The costs according to the rounds that were kept so far."""
         instant = not any(device.is_accelerator for device in self._devices)
-        bus = min(host_bandwidth(device) for device in {device.physical for device in self._devices})
+        physical = {device.physical for device in self._devices}
+        bus = min(map(host_bandwidth, physical))
+        reducing = min(map(reduce_bandwidth, physical))
         measurements: dict[int, Measurement] = {
             number: replace(
                 combine(
@@ -270,8 +288,10 @@ class Measuring:
                     instant=instant,
                     sent=travelling(self._sizes[number]),
                     added=self._added,
+                    updated=self._coarse.optimized_bytes,
                 ),
                 host_bandwidth=bus,
+                reducing=reducing,
             )
             for number, fine in self._fine_steps.items()
         }
@@ -316,6 +336,7 @@ class _MeasuredPipeline:
         balance: Sequence[int],
         sample: SampleBatch,
         intra_op_threads: int,
+        optimizer: Callable[..., Any] | None = None,
     ) -> None:
         self._sample = sample
         self._recorder = ByteRecorder()
@@ -338,9 +359,13 @@ class _MeasuredPipeline:
                 batch_dim=sample.batch_dim,
                 # Steps must not draw from the caller's generator.
                 generator=torch.Generator(),
+                optimizer=optimizer,
             ),
         )
-        self.wiring: Wiring = self._parts.graphs(1, Phase.STEP, CheckpointMode.NEVER, False).wiring
+        self.wiring: Wiring = self._parts.graphs(1, Phase.STEP, CheckpointMode.NEVER, True).wiring
+        updated = (group for each in self._parts.resources.optimizers.values() for group in each.param_groups)
+        self.optimized_bytes = sum(parameter.nbytes for group in updated for parameter in group["params"])
+        """Bytes of the parameters that optimizers update."""
         names, stages = [device.name for device in devices], len(self._stages)
         self._graphs = {
             split: GraphCache(_InGroups(split=split), names, self.wiring, stages) for split in (False, True)
@@ -358,7 +383,7 @@ class _MeasuredPipeline:
         checkpoint = CheckpointMode.ALWAYS if variant is StepVariant.RECOMPUTED else CheckpointMode.NEVER
         options = replace(self._parts.options, microbatches=microbatches, checkpoint=checkpoint)
         parts = replace(self._parts, options=options, graphs=self._graphs[variant is StepVariant.SPLIT])
-        step = StepOptions(return_outputs=False)
+        step = StepOptions(return_outputs=False, update=variant is StepVariant.UPDATED)
         begun = perf_counter()
         inputs = StepInputs.prepare(parts, self._sample.x, self._sample.target, step)
         result = drive_blocking(PreparedStep(parts, inputs, self._tenancy).run()).wait()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from asyncpipe.core.graph.rows import Rows
@@ -49,6 +49,17 @@ class Wiring:
     def chain(cls, stages: int) -> Wiring:
         """Each stage feeds the next one, and nothing else."""
         return cls(tuple((stage, stage + 1) for stage in range(stages - 1)))
+
+    def in_rows(self, rows: int, buckets: Sequence[int], *, shards: bool = False) -> Wiring:
+        """That of so many replicas of a pipeline, each with an optimizer; ``buckets`` has the number of each stage."""
+        stages = len(buckets)
+        links, ties = (
+            tuple((a + row * stages, b + row * stages) for row in range(rows) for a, b in pairs)
+            for pairs in (self.links, self.ties)
+        )
+        reduces = tuple((stage, count) for stage, count in enumerate(buckets) if count)
+        updates = tuple(stage for stage, _ in reduces)
+        return replace(self, links=links, ties=ties, updates=updates, reduces=reduces, shards=shards, rows=rows)
 
 
 class Reason(StrEnum):

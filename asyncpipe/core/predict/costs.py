@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import cos, exp, inf, log, log1p, pi, sqrt
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
-from asyncpipe.core.kinds import COMPUTE_KINDS, COPY_KINDS, TaskKind
+from asyncpipe.core.kinds import COLLECTIVE_KINDS, COMPUTE_KINDS, COPY_KINDS, TaskKind
 from asyncpipe.core.splitmix import splitmix64
 from asyncpipe.errors import OptionError
 
@@ -28,8 +28,8 @@ _I, _W, _S = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT, TaskKind.SUM
 class Costs:
     """A cost model: the same virtual seconds for every task of a kind.
 
-    A full backward costs its two halves unless ``backward`` is given. Updates and sums (U, S) cost nothing, and what is
-    offloaded moves in no time unless ``offload`` and ``load`` are given.
+    A full backward costs its two halves unless ``backward`` is given. Sums (S) cost nothing. What is offloaded, reduced
+    over replicas, gathered and updated takes no time unless it is given.
     """
 
     forward: float = 1.0
@@ -40,6 +40,9 @@ class Costs:
     weight_gradient: float = 1.0
     offload: float = 0.0
     load: float = 0.0
+    update: float = 0.0
+    reduce: float = 0.0
+    gather: float = 0.0
 
     @property
     def full_backward(self) -> float:
@@ -54,7 +57,7 @@ class Costs:
         return 0.0 if field is None else float(getattr(self, field))
 
 
-_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE_KINDS, *COPY_KINDS)}
+_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE_KINDS, *COPY_KINDS, _U, *COLLECTIVE_KINDS)}
 """The field of ``Costs`` for each kind that has one."""
 _KINDS = " and ".join(", ".join(_FIELDS).rsplit(", ", 1))
 
@@ -84,13 +87,16 @@ def parse_costs(text: str) -> Costs:
 class StageCosts:
     """A cost model of a real model: seconds for each kind at each stage, and copies by their bytes.
 
-    A copy takes ``latency + bytes / bandwidth``. Sequences are kept as tuples. Raises ``OptionError`` for rows of
-    different lengths, unknown kinds, and numbers that are negative, infinite or NaN.
+    A copy takes ``latency + bytes / bandwidth``. Stages are those of one replica; the others cost the same. If the
+    seconds of A and G are not known, they follow from the bytes of a bucket: what comes from the other replicas takes
+    as long as a copy, then A adds up its part and G copies all. Sequences are kept as tuples. Raises ``OptionError`` for rows
+    of different lengths, unknown kinds, and numbers that are negative, infinite or NaN.
     """
 
     seconds: Mapping[TaskKind, Sequence[float]]
-    """For each kind (F, R, B, I, W), its seconds at each stage. F is required; by default R is F and B is I + W.
-    Calling the model for a task of a kind without a row raises ``OptionError``."""
+    """For each kind (F, R, B, I, W, and A, G and U if they were measured), its seconds at each stage. F is required; by
+    default R is F and B is I + W. Calling the model for a task of F, R, B, I or W without a row raises
+    ``OptionError``."""
     sent: Sequence[int]
     """For each stage but the last, the bytes of one micro-batch that it sends to the next stage, and that come back as
     gradients."""
@@ -115,12 +121,18 @@ class StageCosts:
     """How many micro-batches, from the first on, are recomputed."""
     host_bandwidth: float = inf
     """Bytes per second between a device and the host's memory, each way."""
+    buckets: Sequence[Sequence[int]] | None = None
+    """Of each stage, the bytes of its buckets; by default nothing, so A and G take the latency."""
+    rows: int = 1
+    """How many replicas there are."""
+    reducing: float = inf
+    """Bytes of a bucket per second that A adds up; G copies as many."""
 
     def __post_init__(self) -> None:
-        unknown = [kind for kind in self.seconds if kind not in COMPUTE_KINDS]
+        unknown = [kind for kind in self.seconds if kind not in _MEASURED]
         if unknown or _F not in self.seconds:
             got = ", ".join(map(str, self.seconds)) or "nothing"
-            raise OptionError(f"seconds takes rows for the kinds F (always), R, B, I and W, got {got}")
+            raise OptionError(f"seconds takes rows for the kinds F (always), R, B, I, W, A, G and U, got {got}")
         rows = {TaskKind(kind): tuple(row) for kind, row in self.seconds.items()}
         rows.setdefault(_R, rows[_F])
         stages = max(1, len(rows[_F]))
@@ -144,29 +156,38 @@ class StageCosts:
 
     def __call__(self, task: Task) -> float:
         """The virtual seconds of ``task``."""
-        row = self.seconds.get(task.kind)
+        row, stage = self.seconds.get(task.kind), task.stage % len(self.seconds[_F])
         if row is not None:
-            return row[task.stage]
+            return row[stage]
         if task.kind is _C:
             return self.latency + self.size(task) / self.bandwidth
         if task.kind in (_U, _S):
             row = self.update if task.kind is _U else self.sums
-            return 0.0 if row is None else row[task.stage]
+            return 0.0 if row is None else row[stage]
+        if task.kind in COLLECTIVE_KINDS:
+            part = self.size(task)
+            return part * self.rows / self.reducing + self.latency + part * (self.rows - 1) / self.bandwidth
         if task.kind in COPY_KINDS:
             is_light = task.microbatch < self.recomputed and self.kept_recomputed is not None
             moved = self.kept_recomputed if is_light else self.kept
-            return 0.0 if moved is None else moved[task.stage] / self.host_bandwidth
+            return 0.0 if moved is None else moved[stage] / self.host_bandwidth
         if task.kind in COMPUTE_KINDS:
             raise OptionError(f"{task.id} has no cost: give the seconds of {task.kind.value} at each stage")
         return 0.0
 
     def size(self, task: Task) -> float:
-        """The bytes that the copy ``task`` brings."""
+        """The bytes that the copy ``task`` brings; of A and G those that come from each of the other replicas."""
+        stages = len(self.seconds[_F])
+        if task.bucket is not None:
+            return 0.0 if self.buckets is None else self.buckets[task.stage % stages][task.bucket] / self.rows
         assert task.source is not None
-        source, user = sorted((task.source, task.stage))
+        source, user = sorted((task.source % stages, task.stage % stages))
         if task.microbatch == WHOLE_STEP:
             return self.tied.get((source, user), 0)
         return self.sent[source] if user == source + 1 else self.skips.get((source, user), self.sent[source])
+
+
+_MEASURED = (*COMPUTE_KINDS, *COLLECTIVE_KINDS, _U)
 
 
 def _check_row(name: str, row: Sequence[float], length: int) -> None:

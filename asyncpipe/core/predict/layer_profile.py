@@ -18,7 +18,7 @@ of micro-batches is measured, and none is interpolated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import fmean
@@ -36,6 +36,7 @@ from asyncpipe.errors import ProfileError
 
 __all__ = [
     "ADAMW_SCALE",
+    "BUCKET_BYTES",
     "CALLER",
     "PARAMETER_SCALE",
     "LayerCosts",
@@ -53,6 +54,9 @@ Bytes = Annotated[int, Ge(0)]
 
 CALLER = -1
 """Who gives the inputs and gets the outputs, in the place of a layer."""
+
+BUCKET_BYTES = 25 << 20
+"""Gradients that replicas reduce at once, unless one parameter has more."""
 
 PARAMETER_SCALE = 2.0
 """Bytes of training per byte of a parameter: the parameter and its gradient."""
@@ -138,6 +142,10 @@ class Measurement:
     """Bytes per second at which gradients of tied parameters are added up; infinite if there are none."""
     host_bandwidth: float = inf
     """Bytes per second between a device and the host's memory; infinite where that is the device's own."""
+    updating: float = inf
+    """Bytes of parameters per second that the optimizer updates; infinite if it was not measured."""
+    reducing: float = inf
+    """Bytes of gradients per second that a replica adds up (``StageCosts.reducing``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +198,14 @@ class Profile:
         microbatches: int,
         checkpoint: CheckpointMode = CheckpointMode.NEVER,
         placement: Sequence[int] | None = None,
+        *,
+        replicas: int = 1,
+        shards: bool = False,
     ) -> StageCosts:
         """The cost model of a split: seconds of each kind of task at each stage, and of copies.
 
-        ``balance`` is the number of layers of each stage, ``placement`` the device of each, by default its own. Raises
+        ``balance`` is the number of layers of each stage, ``placement`` the device of each, by default its own.
+        ``microbatches`` are those of all replicas together, which share the updates if ``shards``. Raises
         ``BalanceError``, and ``ProfileError`` if that number of micro-batches was not measured.
         """
         measured = self.measurement(microbatches)
@@ -228,6 +240,10 @@ class Profile:
             kept_recomputed=[inputs for _, inputs in held],
             recomputed=sum(checkpoint.recomputes(i, microbatches) for i in range(microbatches)),
             host_bandwidth=measured.host_bandwidth,
+            update=[size / measured.updating / (replicas if shards else 1) for size in self._trained(balance)],
+            buckets=[_buckets(size) for size in self._trained(balance)],
+            rows=replicas,
+            reducing=measured.reducing,
         )
 
     def memory(
@@ -261,12 +277,35 @@ class Profile:
             fixed=[round(each) for each in fixed],
         )
 
-    def wiring(self, balance: Sequence[int], placement: Sequence[int] | None = None) -> Wiring:
-        """The links between the stages, skips included, and their ties; ``placement`` is that of ``memory``."""
+    def wiring(
+        self,
+        balance: Sequence[int],
+        placement: Sequence[int] | None = None,
+        *,
+        replicas: int = 1,
+        shards: bool = False,
+    ) -> Wiring:
+        """The links between the stages, skips included, their ties and, with ``replicas``, their buckets.
+
+        ``placement`` is that of ``memory``.
+        """
         stage_of = self._stage_of(balance)
         links = {(stage_of[source], stage_of[user]) for source, user in self.links}
         ties = {(owner, user) for owner, user, _ in self._replicas(balance, placement)}
-        return Wiring(tuple(sorted(link for link in links if link[0] != link[1])), tuple(sorted(ties)))
+        wiring = Wiring(tuple(sorted(link for link in links if link[0] != link[1])), tuple(sorted(ties)))
+        if replicas > 1:
+            return wiring.in_rows(replicas, [len(_buckets(size)) for size in self._trained(balance)], shards=shards)
+        has_optimizer = any(measured.updating < inf for measured in self.measurements.values())
+        return replace(wiring, updates=tuple(range(len(balance)))) if has_optimizer else wiring
+
+    def _trained(self, balance: Sequence[int]) -> list[int]:
+        """The bytes that the optimizer of each stage updates."""
+        trained = [sum(layer.trained for layer in self.layers[start:end]) for start, end in self._borders(balance)]
+        stage_of = self._stage_of(balance)
+        for tensor in self.ties:
+            for user in tensor.users[1:]:
+                trained[stage_of[user]] -= tensor.size if tensor.trained else 0
+        return trained
 
     def _stage_of(self, balance: Sequence[int]) -> list[int]:
         """The stage of each layer."""
@@ -352,6 +391,12 @@ def _kept(measured: Measurement, start: int, end: int) -> tuple[int, int]:
     received = sum(inputs.values())
     more = sum(size for memory, size in others.items() if memory not in counted and memory not in inputs)
     return received + sum(layer.saved for layer in measured.layers[start:end]) + more, received
+
+
+def _buckets(size: int) -> list[int]:
+    """The bytes of the buckets of a stage with ``size`` bytes of gradients, if parameters are small."""
+    count = -(-size // BUCKET_BYTES)
+    return [size // count] * count if count else []
 
 
 def _fixed(layer: ProfiledLayer, scale: float) -> float:

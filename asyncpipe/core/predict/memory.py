@@ -67,14 +67,14 @@ def memory_over_time(record: StepRecord, memory: StageMemory) -> list[tuple[floa
 
     Times are those of the journal; devices are indices into the graph's. For a graph of forwards or backwards alone,
     only ``fixed`` counts. At equal times, ends count before starts. Raises ``OptionError`` if ``memory`` has another
-    number of stages than the graph.
+    number of stages than each replica of the graph.
     """
-    graph = record.graph
-    if len(memory.saved) != graph.shape.stages:
-        raise OptionError(f"memory is that of {len(memory.saved)} stages, the step has {graph.shape.stages}")
+    graph, stages = record.graph, record.graph.rows.stages
+    if len(memory.saved) != stages:
+        raise OptionError(f"memory is that of {len(memory.saved)} stages, the step has {stages}")
     live = [0] * graph.shape.devices
     for stage, device in enumerate(graph.placement):
-        live[device] += memory.fixed[stage]
+        live[device] += memory.fixed[stage % stages]
     begin = next((at for at, event in record.journal if isinstance(event, StepSubmitted)), 0.0)
     found = [(begin, device, held) for device, held in enumerate(live)]
     for at, device, change in sorted(_changes(record, memory)) if graph.training else ():
@@ -85,7 +85,7 @@ def memory_over_time(record: StepRecord, memory: StageMemory) -> list[tuple[floa
 
 def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, int]]:
     """(time, device, change in bytes) for each completed task that changes the memory; frees sort first."""
-    graph = record.graph
+    graph, stages = record.graph, len(memory.saved)
     recomputed = {(task.microbatch, task.stage) for task in graph.tasks if task.kind is _R}
     frees, freed = graph.frees(), dict[tuple[int, int], float]()
     changes: list[tuple[float, int, int]] = []
@@ -93,7 +93,7 @@ def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, 
         if not isinstance(event, TaskCompleted):
             continue
         _, kind, microbatch, stage, *_ = graph.tasks[event.task]
-        saved, inputs = memory.saved[stage], memory.inputs[stage]
+        saved, inputs = memory.saved[stage % stages], memory.inputs[stage % stages]
         kept = inputs if (microbatch, stage) in recomputed else saved
         for key in frees.get(event.task, ()):
             freed[key] = min(event.started, freed.get(key, event.started))
@@ -104,8 +104,8 @@ def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, 
         elif kind in RELEASING_KINDS:
             changes.append((event.ended, graph.placement[stage], -saved))
     for (microbatch, stage), at in freed.items():
-        held = memory.inputs[stage] if (microbatch, stage) in recomputed else memory.saved[stage]
-        changes.append((at, graph.placement[stage], -held))
+        held = memory.inputs if (microbatch, stage) in recomputed else memory.saved
+        changes.append((at, graph.placement[stage], -held[stage % stages]))
     return changes
 
 

@@ -1,8 +1,9 @@
 """The planner: simulates many pipelines of a model with measured costs, and ranks those that fit into memory.
 
-A *candidate* is a schedule, a number of stages, a number of micro-batches and a recomputation mode; a candidate with a
-balance is a *plan*. Every candidate is simulated with the balances that are even by time and by memory. Then the best
-candidates move one layer at a time over a border between stages, for as long as that helps::
+A *candidate* is a number of replicas, and for each of them a schedule, a number of stages, a number of micro-batches
+and a recomputation mode; a candidate with a balance is a *plan*. Every candidate is simulated with the balances that
+are even by time and by memory. Then the best candidates move one layer at a time over a border between stages, for as
+long as that helps::
 
     candidates ──▶ even by time, even by memory ──▶ the best few ──▶ neighbours ──▶ ranked plans
                    (a candidate is skipped if its busiest device alone
@@ -10,6 +11,9 @@ candidates move one layer at a time over a border between stages, for as long as
 
 With ``offload``, a plan that does not fit offloads activations at the stages of the devices that lack memory, of as few
 micro-batches as fit. So offload is held against recomputation, which other candidates have, by time.
+
+Replicas share the devices evenly, one behind the other, and have one balance. Each updates its parameters in the step,
+or with ``shards`` a part of them, and keeps the optimizer's state of that part alone.
 
 On a topology, its hosts are first put into the order that crosses slow links least (``placement.py``); then the search
 is the same, with layers by the speed of devices in the place of even ones, and messages on links.
@@ -71,6 +75,7 @@ class Plan:
     balance: tuple[int, ...]
     """The number of layers of each stage."""
     microbatches: int
+    """Of each replica."""
     checkpoint: CheckpointMode
     seconds: float
     """The time of one step; where steps overlap, from the end of one to the end of the next."""
@@ -82,13 +87,17 @@ class Plan:
     """For a plan on a topology."""
     offload: tuple[float, ...] = ()
     """The fraction of the micro-batches that each stage offloads; empty if none does."""
+    replicas: int = 1
+    shards: bool = False
+    """Whether replicas share the optimizer's state."""
 
     def __str__(self) -> str:
         layers = "-".join(map(str, self.balance))
         offload = f", offload {' '.join(f'{each:.0%}' for each in self.offload)}" if self.offload else ""
+        rows = f"{self.replicas} replicas{' with shards' if self.shards else ''}, " if self.replicas > 1 else ""
         return (
-            f"{self.schedule}, balance {layers}, {self.microbatches} micro-batches, checkpoint {self.checkpoint.value}"
-            f"{offload}"
+            f"{rows}{self.schedule}, balance {layers}, {self.microbatches} micro-batches, checkpoint "
+            f"{self.checkpoint.value}{offload}"
         )
 
     def options(self) -> dict[str, Any]:
@@ -100,14 +109,24 @@ class Plan:
             "microbatches": self.microbatches,
             "checkpoint": self.checkpoint.value,
             **({"offload": list(self.offload)} if self.offload else {}),
+            **({"replicas": self.replicas} if self.replicas > 1 else {}),
+            **({"shard_optimizer": True} if self.shards else {}),
         }
 
 
 class _PlanCandidate(NamedTuple):
     schedule: str
     stages: int
+    """Of each replica, as the micro-batches."""
     microbatches: int
     checkpoint: CheckpointMode
+    replicas: int
+    shards: bool
+
+    @property
+    def pieces(self) -> int:
+        """Micro-batches of all replicas together."""
+        return self.microbatches * self.replicas
 
 
 def plan(
@@ -123,18 +142,23 @@ def plan(
     ahead: int = 0,
     topology: Topology | None = None,
     offload: bool = False,
+    replicas: Sequence[int] = (1,),
+    shards: Sequence[bool] = (False,),
     progress: Callable[[str], None] | None = None,
 ) -> list[Plan]:
     """Every plan that was tried and fits into memory, the fastest first.
 
-    ``devices`` is their number; with a ``topology`` all of its devices. ``schedules`` are names, or schedules by name,
-    by default all known ones; each is tried with the shapes that it supports. ``microbatches`` must have been measured;
-    by default all measured numbers are tried. ``balances`` gives the balances to try for a number of stages, in place
-    of the even ones and their neighbours. ``memory_limit`` is in bytes for each device; ``parameter_scale`` is that of
-    ``Profile.memory``. ``ahead`` is how many steps are submitted behind the one under way, as by ``Pipeline.steps``:
-    plans are then ranked by how soon one step follows the other. ``topology`` puts the stages on hosts; the profile is
-    that of devices of speed 1, and links take the place of the transfers that were measured. ``offload`` says whether
-    plans above the limit may offload activations to the host. ``progress`` is called with a line about what is tried.
+    ``devices`` is their number; with a ``topology`` all of its devices. ``schedules`` are names, or schedules by
+    name, by default all known ones; each is tried with the shapes that it supports. ``microbatches``, those of all
+    replicas together, must have been measured; by default all measured numbers are tried. ``balances`` gives the
+    balances to try for a number of stages, in place of the even ones and their neighbours. ``memory_limit`` is in
+    bytes for each device; ``parameter_scale`` is that of ``Profile.memory``. ``ahead`` is how many steps are
+    submitted behind the one under way, as by ``Pipeline.steps``: plans are then ranked by how soon one step follows
+    the other. ``topology`` puts the stages on hosts; the profile is that of devices of speed 1, and links take the
+    place of the transfers that were measured. ``offload`` says whether plans above the limit may offload activations
+    to the host. ``replicas`` are the numbers to try; those that do not divide the devices and the micro-batches are
+    left out. ``shards`` says whether to try them with a sharded optimizer, without, or both. ``progress`` is called
+    with a line about what is tried.
 
     Raises ``PlanError`` if no schedule supports a shape or nothing fits, ``ProfileError`` for a number of micro-batches
     that was not measured, and ``UnknownScheduleError``; ``PlanError`` also if a topology has another number of devices.
@@ -152,7 +176,8 @@ def plan(
         topology = best_host_order(topology, profile.message_size(numbers[0]))
     limit = inf if memory_limit is None else memory_limit
     search = _Search(profile, devices, by_name, parameter_scale, limit, ahead, topology, offload)
-    candidates = list(search.candidates(numbers, modes))
+    rows = [(count, each) for count in replicas for each in (shards if count > 1 else [False])]
+    candidates = [each for count, shard in rows for each in search.candidates(numbers, modes, count, shard)]
     if not candidates:
         raise PlanError(search.refusal())
     for number, each in enumerate(candidates, 1):
@@ -165,10 +190,11 @@ def plan(
 
 
 def best_of_each(plans: Sequence[Plan]) -> list[Plan]:
-    """The first plan of each schedule, number of stages, number of micro-batches and mode, in the order given."""
+    """The first plan of each candidate, in the order given."""
     first: dict[_PlanCandidate, Plan] = {}
     for each in plans:
-        first.setdefault(_PlanCandidate(each.schedule, len(each.balance), each.microbatches, each.checkpoint), each)
+        shape = each.schedule, len(each.balance), each.microbatches, each.checkpoint
+        first.setdefault(_PlanCandidate(*shape, each.replicas, each.shards), each)
     return list(first.values())
 
 
@@ -208,21 +234,29 @@ class _Search:
         self._plans: dict[tuple[_PlanCandidate, tuple[int, ...]], Plan] = {}
         self._refusals: dict[str, str] = {}
 
-    def candidates(self, numbers: Sequence[int], modes: Sequence[CheckpointMode]) -> Iterator[_PlanCandidate]:
-        """Every candidate whose shape its schedule supports."""
+    def candidates(
+        self, numbers: Sequence[int], modes: Sequence[CheckpointMode], replicas: int, shards: bool
+    ) -> Iterator[_PlanCandidate]:
+        """Every candidate with so many replicas whose shape its schedule supports."""
+        numbers = [number // replicas for number in numbers if number % replicas == 0]
+        devices = 0 if self.devices % replicas or not numbers else self.devices // replicas
         for name, schedule in self.schedules.items():
             for virtual in sorted({schedule.virtual, *range(1, MOST_VIRTUAL + 1)}):
-                stages = self.devices * virtual
+                stages = devices * virtual
+                if not devices:
+                    text = f"{replicas} replicas must divide the devices and the micro-batches"
+                    self._refusals.setdefault(name, text)
+                    continue
                 if stages > len(self.profile.layers):
                     self._refusals.setdefault(name, f"{stages} stages need as many layers")
                     continue
                 for number in numbers:
                     try:
-                        schedule.check(Shape(stages, number, self.devices))
+                        schedule.check(Shape(stages, number, devices))
                     except ScheduleError as error:
                         self._refusals.setdefault(name, str(error))
                     else:
-                        yield from (_PlanCandidate(name, stages, number, mode) for mode in modes)
+                        yield from (_PlanCandidate(name, stages, number, mode, replicas, shards) for mode in modes)
 
     def refusal(self) -> str:
         """Why there is no candidate."""
@@ -242,19 +276,28 @@ class _Search:
         m = candidate.microbatches
         placement = self._placement(candidate)
         recomputed = sum(candidate.checkpoint.recomputes(i, m) for i in range(m))
-        costs = self.profile.costs(balance, m, candidate.checkpoint, placement)
-        between = 0.0 if self.ahead else self.profile.measurement(m).step
-        return busiest_device(costs, placement, m, recomputed, self._speeds()) + between
+        costs = self._costs(candidate, balance)
+        between = 0.0 if self.ahead else self.profile.measurement(candidate.pieces).step
+        return busiest_device(costs, placement, m, recomputed, self._speeds(candidate)) + between
 
-    def _speeds(self) -> list[float]:
-        """Those of the devices; nothing without a topology."""
-        return [] if self.topology is None else list(self.topology.speeds.values())
+    def _costs(self, candidate: _PlanCandidate, balance: Sequence[int]) -> StageCosts:
+        placement, rows = self._placement(candidate), candidate.replicas
+        shards = candidate.shards
+        return self.profile.costs(
+            balance, candidate.pieces, candidate.checkpoint, placement, replicas=rows, shards=shards
+        )
+
+    def _speeds(self, candidate: _PlanCandidate) -> list[float]:
+        """Those of the devices of a replica, at each place that of the slowest; nothing without a topology."""
+        speeds = [] if self.topology is None else list(self.topology.speeds.values())
+        each = self.devices // candidate.replicas
+        return [min(speeds[place::each]) for place in range(each)] if speeds else []
 
     def balances(self, candidate: _PlanCandidate) -> list[list[int]]:
         """The balances that are even by time and even by memory; one if they are the same."""
-        _, stages, m, mode = candidate
-        seconds = self.profile.layer_seconds(m, mode)
-        if speeds := self._speeds():
+        stages, m = candidate.stages, candidate.pieces
+        seconds = self.profile.layer_seconds(m, candidate.checkpoint)
+        if speeds := self._speeds(candidate):
             placement = self._placement(candidate)
             by_time = balance_by_speed(seconds, [speeds[device] for device in placement])
         else:
@@ -263,7 +306,7 @@ class _Search:
         return [by_time] if by_time == by_memory else [by_time, by_memory]
 
     def _placement(self, candidate: _PlanCandidate) -> Sequence[int]:
-        shape = Shape(candidate.stages, candidate.microbatches, self.devices)
+        shape = Shape(candidate.stages, candidate.microbatches, self.devices // candidate.replicas)
         return self.schedules[candidate.schedule].placement(shape)
 
     def _try(self, candidate: _PlanCandidate, balance: tuple[int, ...]) -> Plan:
@@ -304,24 +347,27 @@ class _Search:
         return last if max(last.memory) <= self.limit else best
 
     def _simulated(self, candidate: _PlanCandidate, balance: tuple[int, ...], offload: tuple[float, ...] = ()) -> Plan:
-        schedule, _, m, mode = candidate
         graph = self._graph(candidate, balance, offload)
         overlap = self.ahead > 0 and can_overlap(graph)
-        at = graph.placement
-        costs, steps = self.profile.costs(balance, m, mode, at), OVERLAPPING if overlap else 1
+        costs, steps = self._costs(candidate, balance), OVERLAPPING if overlap else 1
         placed = costs if self.topology is None else TopologyCosts(costs, self.topology)
         records = simulate_steps(graph, placed, steps=steps, ahead=self.ahead)
         measured = reports(records)
         # What a step does outside its tasks is done while another step computes.
         pace = steady_state(measured) if overlap else None
+        scale, at = self.parameter_scale, self._placement(candidate)
+        if candidate.shards:
+            scale = min(scale, PARAMETER_SCALE) + max(0.0, scale - PARAMETER_SCALE) / candidate.replicas
         return Plan(
-            *(schedule, balance, m, mode),
-            seconds=pace.seconds if pace else measured[0].seconds + self.profile.measurement(m).step,
+            *(candidate.schedule, balance, candidate.microbatches, candidate.checkpoint),
+            seconds=pace.seconds if pace else measured[0].seconds + self.profile.measurement(candidate.pieces).step,
             # Each device runs one step after the other, so it holds no more than in a single one.
-            memory=tuple(peak_memory(records[0], self.profile.memory(balance, m, self.parameter_scale, at))),
+            memory=tuple(peak_memory(records[0], self.profile.memory(balance, candidate.pieces, scale, at))),
             bubble=(pace or measured[0]).bubble_ratio,
             placing=self._placing(graph, measured[-2:], (pace or measured[0]).seconds),
             offload=offload,
+            replicas=candidate.replicas,
+            shards=candidate.shards,
         )
 
     def _placing(self, graph: TaskGraph, last: Sequence[Report], seconds: float) -> Placing | None:
@@ -332,17 +378,17 @@ class _Search:
         return Placing(graph.devices, graph.placement, tuple(wait / seconds if seconds else 0.0 for wait in waits))
 
     def _graph(self, candidate: _PlanCandidate, balance: tuple[int, ...], offload: tuple[float, ...] = ()) -> TaskGraph:
-        schedule, stages, m, mode = candidate
-        wiring = self.profile.wiring(balance, self._placement(candidate))
+        rows, shards = candidate.replicas, candidate.shards
+        wiring = self.profile.wiring(balance, self._placement(candidate), replicas=rows, shards=shards)
         key = candidate, wiring, offload
         if key not in self._graphs:
             self._graphs[key] = lower(
-                self.schedules[schedule],
-                Shape(stages, m, self.devices),
+                self.schedules[candidate.schedule],
+                Shape(candidate.stages * rows, candidate.pieces, self.devices),
                 devices=None if self.topology is None else self.topology.devices,
-                checkpoint=mode,
+                checkpoint=candidate.checkpoint,
                 wiring=wiring,
-                offload=offload,
+                offload=offload * rows,
             )
         return self._graphs[key]
 

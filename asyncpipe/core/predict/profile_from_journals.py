@@ -28,16 +28,19 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COMPUTE_KINDS, COPY_KINDS, TaskKind
+from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, SentTensor, message_sizes
 from asyncpipe.core.predict.report import TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_record import StepRecord
 
-__all__ = ["MeasuredStep", "StepVariant", "combine", "layer_seconds", "task_seconds"]
+__all__ = ["MeasuredStep", "StepVariant", "combine", "layer_seconds", "stage_costs", "task_seconds"]
 
 _F, _R, _B = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
+_COPIED = (*COPY_KINDS, TaskKind.SUM)
+"""Kinds whose costs follow from their bytes."""
 
 
 class StepVariant(StrEnum):
@@ -49,6 +52,8 @@ class StepVariant(StrEnum):
     """Every micro-batch is recomputed."""
     SPLIT = "split"
     """Nothing is recomputed, backwards are split."""
+    UPDATED = "updated"
+    """As kept, and optimizers update the stages."""
 
 
 class MeasuredStep(NamedTuple):
@@ -64,8 +69,16 @@ StepsByVariant = Mapping[StepVariant, Sequence[MeasuredStep]]
 def layer_seconds(step: MeasuredStep) -> list[float]:
     """For each stage of a step, the seconds of a micro-batch there, summed over all kinds of tasks."""
     means = task_seconds([step])
-    stages = step.record.graph.shape.stages
-    return [sum(seconds for (_, at), seconds in means.items() if at == stage) for stage in range(stages)]
+    stages = step.record.graph.rows.stages
+    return [sum(means.get((kind, stage), 0.0) for kind in COMPUTE_KINDS) for stage in range(stages)]
+
+
+def stage_costs(steps: Sequence[MeasuredStep], sent: Sequence[int] = ()) -> StageCosts:
+    """The costs of the stages of a replica in measured steps, A, G and U among them; ``sent`` is that of the model."""
+    means, stages = task_seconds(steps), steps[0].record.graph.rows.stages
+    kinds = {kind for kind, _ in means}
+    rows = {kind: [means.get((kind, stage), 0.0) for stage in range(stages)] for kind in kinds}
+    return StageCosts(rows, sent or [0] * (stages - 1))
 
 
 def combine(
@@ -76,13 +89,15 @@ def combine(
     instant: bool,
     sent: Sequence[SentTensor],
     added: int = 0,
+    updated: int = 0,
 ) -> Measurement:
     """The costs that follow from fine and coarse steps.
 
     ``saved`` are the bytes of each layer (``LayerCosts.saved``). ``instant`` says that tensors are passed
     between devices without a copy. Steps of the variant ``kept`` are required. Without steps of ``recomputed``, a
     recomputation costs a forward; without steps of ``split``, I and W cost half a backward each. ``sent`` is what
-    travels, and ``added`` how many bytes of tied parameters' gradients a coarse step adds to others.
+    travels, ``added`` how many bytes of tied parameters' gradients a coarse step adds to others, and ``updated`` how
+    many bytes of parameters its optimizers update in the variant of that name.
     """
     forward, o_forward = _share((_F,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
     backward, o_backward = _share((_B,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
@@ -110,7 +125,8 @@ def combine(
         latency=stretch * max(0.0, handoff - gap - copying),
         bandwidth=bandwidth,
         sent=tuple(sent),
-        adding=_adding(coarse[StepVariant.KEPT], added) / stretch,
+        adding=_speed(TaskKind.SUM, coarse[StepVariant.KEPT], added) / stretch,
+        updating=_speed(TaskKind.UPDATE, coarse.get(StepVariant.UPDATED, ()), updated) / stretch,
     )
 
 
@@ -132,7 +148,9 @@ def _share(
 def _stretch(variants: StepsByVariant, gap: float, latency: float) -> float:
     """The ratio of measured steps to simulated ones whose tasks all take the mean."""
     measured = simulated = 0.0
-    for steps in variants.values():
+    for variant, steps in variants.items():
+        if variant is StepVariant.UPDATED:
+            continue
         means = task_seconds(steps)
 
         def cost(task: Task, means: Mapping[tuple[TaskKind, int], float] = means) -> float:
@@ -145,17 +163,20 @@ def _stretch(variants: StepsByVariant, gap: float, latency: float) -> float:
 
 def _by_stage(kind: TaskKind, steps: Sequence[MeasuredStep]) -> list[float]:
     means = task_seconds(steps)
-    return [means[kind, stage] for stage in range(steps[0].record.graph.shape.stages)]
+    return [means[kind, stage] for stage in range(steps[0].record.graph.rows.stages)]
 
 
 def task_seconds(steps: Iterable[MeasuredStep]) -> dict[tuple[TaskKind, int], float]:
-    """The seconds of a task of each kind and stage: the mean over micro-batches, the median over steps."""
+    """The seconds of a task of each kind and stage: the mean over micro-batches, the median over steps.
+
+    Stages are those of one replica: the mean is also over replicas, and of A and G over buckets.
+    """
     columns: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
     for step in steps:
         times: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
         for time in report(step.record).tasks:
-            if time.task.lane.queue is Queue.COMPUTE and time.task.microbatch != WHOLE_STEP:
-                times[time.task.kind, time.task.stage].append(time.seconds)
+            if time.task.kind not in _COPIED:
+                times[time.task.kind, time.task.stage % step.record.graph.rows.stages].append(time.seconds)
         for key, seconds in times.items():
             columns[key].append(fmean(seconds))
     return {key: median(column) for key, column in columns.items()}
@@ -223,8 +244,7 @@ def _transfers(steps: Iterable[MeasuredStep], messages: Mapping[tuple[int, int],
     return fmean(seconds), moved / sum(seconds)
 
 
-def _adding(steps: Sequence[MeasuredStep], added: int) -> float:
-    """The bytes per second at which gradients of tied parameters are added up, ``added`` in each of ``steps``."""
-    sums = [time for step in steps for time in report(step.record).tasks if time.task.kind is TaskKind.SUM]
-    seconds = sum(time.seconds for time in sums)
-    return added * len(steps) / seconds if seconds else inf
+def _speed(kind: TaskKind, steps: Sequence[MeasuredStep], size: int) -> float:
+    """The bytes per second that tasks of ``kind`` handle, ``size`` in each of ``steps``."""
+    seconds = sum(time.seconds for step in steps for time in report(step.record).tasks if time.task.kind is kind)
+    return size * len(steps) / seconds if seconds else inf

@@ -236,10 +236,10 @@ def link_waits(report: Report, graph: TaskGraph, after: Report | None = None) ->
         if lane.queue is not Queue.COMPUTE:
             continue
         idle = 0.0
-        for copy in graph.dependencies[number]:
-            if copy in report.arrived:
-                since = max([free[lane.device], *(ended[maker] for maker in graph.read_by(copy))])
-                idle = max(idle, min(time.start, report.arrived[copy]) - since)
+        for brings in (number, *graph.dependencies[number]):  # G gets messages itself.
+            if brings in report.arrived:
+                since = max([free[lane.device], *(ended[maker] for maker in graph.read_by(brings))])
+                idle = max(idle, min(time.start, report.arrived[brings]) - since)
         waits[lane.device] += idle
         free[lane.device] = time.end
     return waits

@@ -2,21 +2,23 @@
 
 On a topology (costs are ``TopologyCosts``), what a copy brings is a message. It leaves when it is made, waits for its
 link, and is there at a time that the record notes (``StepNotes.arrived``), as records of real workers do. The copy
-then takes no time, and keeps no other from arriving.
+then takes no time, and keeps no other from arriving. A and G wait for a message from each other replica at a gate, as
+in the part of a worker (``core/graph/part.py``), so their lanes are free meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from asyncpipe.core.engine.events import Command, Dispatch, GateOpened, StepCompleted, StepSubmitted, TaskCompleted
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COLLECTIVE_KINDS, TaskKind
 from asyncpipe.core.policies.policy import MakePolicy
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
@@ -59,27 +61,47 @@ class SimulatedRun:
     """The time that it used on each lane until the end of the simulation, including an unfinished step."""
 
 
+class _Message(NamedTuple):
+    task: int
+    """The task that reads it: a copy, A or G."""
+    source: int
+    """The stage that sends it."""
+
+
 class _Messages:
-    """What the copies of a step bring: what each waits for, and when it is there."""
+    """What other devices send in a step for copies, A and G: which tasks make it, and who waits for it."""
 
     def __init__(self, graph: TaskGraph) -> None:
-        self.copies: dict[int, list[int]] = {}
-        """By task, the copies that bring what it makes."""
-        self.at_start: list[int] = []
+        self.made_by: dict[int, list[_Message]] = {}
+        """By task, what it is needed for."""
+        self.at_start: list[_Message] = []
         """Copies of what is there when the step begins: tied parameters."""
-        self._parts: dict[int, int] = {}
-        """By copy, how many tasks make what it brings."""
+        self.gates: dict[_Message, int] = {}
+        """The gate that a message for A or G opens."""
+        self._parts: dict[_Message, int] = {}
+        """How many tasks make each message."""
         for task in graph.tasks:
+            makers = graph.read_by(task.number)
             if task.kind is TaskKind.COPY:
-                makers = graph.read_by(task.number)
-                self._parts[task.number] = len(makers)
-                for maker in makers:
-                    self.copies.setdefault(maker, []).append(task.number)
+                assert task.source is not None
                 if not makers:
-                    self.at_start.append(task.number)
+                    self.at_start.append(_Message(task.number, task.source))
+                sent = [(maker, _Message(task.number, task.source)) for maker in makers]
+            elif task.kind in COLLECTIVE_KINDS:
+                stages = [(maker, graph.tasks[maker].stage) for maker in makers]
+                sent = [(maker, _Message(task.number, stage)) for maker, stage in stages if stage != task.stage]
+                for _, message in sent:
+                    self.gates.setdefault(message, len(graph.gates) + len(self.gates))
+            else:
+                continue
+            for maker, message in sent:
+                self.made_by.setdefault(maker, []).append(message)
+                self._parts[message] = self._parts.get(message, 0) + 1
+        gates = (*graph.gates, *(message.task for message in self.gates))
+        self.graph = replace(graph, gates=gates) if self.gates else graph
 
-    def of_step(self) -> dict[int, int]:
-        """By copy, how many tasks it waits for, as a step begins."""
+    def of_step(self) -> dict[_Message, int]:
+        """How many tasks each message waits for, as a step begins."""
         return dict(self._parts)
 
 
@@ -111,8 +133,10 @@ class _Simulation:
         self._last: dict[int, int] = {}
         """The last step of each job, if it was submitted."""
         self._messages = [_Messages(job.graph) if isinstance(job.cost, TopologyCosts) else None for job in jobs]
-        self._unsent: list[dict[int, int]] = []
-        """For each step, the tasks that each copy's message waits for."""
+        self._unsent: list[dict[_Message, int]] = []
+        """For each step, how many tasks each message waits for."""
+        self._openings: list[tuple[float, int, int]] = []
+        """A heap of (time, step, gate)."""
         self._arrived: list[dict[int, float]] = []
         self._channels: dict[tuple[str, ...], float] = {}
         """The time from which each link is free."""
@@ -135,18 +159,22 @@ class _Simulation:
             commands = self._advance()
 
     def _next(self) -> float:
-        return min(self._running[0][0] if self._running else inf, self._begins[0][0] if self._begins else inf)
+        return min((heap[0][0] for heap in (self._running, self._openings, self._begins) if heap), default=inf)
 
     def _is_done(self) -> bool:
         numbered = [left for left in self._left if left != inf]
         return bool(numbered) and not any(numbered)
 
     def _advance(self) -> list[Command]:
-        """Handle the next event of this moment, if any: ends of tasks in the order of their numbers, then new steps."""
+        """Handle the next event of this moment, if any: ends of tasks in the order of their numbers, then messages for
+        A and G, then new steps."""
         if self._running and self._running[0][0] <= self.now:
             end, step, task, start = heappop(self._running)
             self._send_what_made(step, task)
             return self.state.handle(TaskCompleted(step, task, start, end), self.now)
+        if self._openings and self._openings[0][0] <= self.now:
+            _, step, gate = heappop(self._openings)
+            return self.state.handle(GateOpened(step, gate), self.now)
         if self._begins and self._begins[0][0] <= self.now:
             return self._begin(heappop(self._begins)[1])
         return []
@@ -158,11 +186,12 @@ class _Simulation:
         messages = self._messages[number]
         self._unsent.append({} if messages is None else messages.of_step())
         self._arrived.append({})
-        for copy in () if messages is None else messages.at_start:
-            self._send(step, copy)
+        for message in () if messages is None else messages.at_start:
+            self._send(step, message)
         after = self._last.get(number) if self._ahead[number] else None
         self._last[number] = step
-        commands = self.state.handle(StepSubmitted(step, job.graph, job.share, after=after), self.now)
+        graph = job.graph if messages is None else messages.graph
+        commands = self.state.handle(StepSubmitted(step, graph, job.share, after=after), self.now)
         for gate in range(len(job.graph.gates)):
             commands += self.state.handle(GateOpened(step, gate), self.now)
         return commands
@@ -179,7 +208,7 @@ class _Simulation:
         task = job.graph.tasks[command.task]
         before = [ends[dependency] for dependency in job.graph.dependencies[command.task]]
         arrived = self._arrived[command.step].get(command.task)
-        if arrived is None:
+        if arrived is None or task.kind is not TaskKind.COPY:
             start = max(self.now, self._free.get(task.lane, 0.0), *before)
             end = start + job.cost(task)
             self._free[task.lane] = end
@@ -195,26 +224,32 @@ class _Simulation:
         messages = self._messages[self._owner[step]]
         if messages is not None:
             unsent = self._unsent[step]
-            for copy in messages.copies.get(task, ()):
-                unsent[copy] -= 1
-                if not unsent[copy]:
-                    self._send(step, copy)
+            for message in messages.made_by.get(task, ()):
+                unsent[message] -= 1
+                if not unsent[message]:
+                    arrives = self._send(step, message)
+                    if message in messages.gates:
+                        heappush(self._openings, (arrives, step, messages.gates[message]))
 
-    def _send(self, step: int, copy: int) -> None:
+    def _send(self, step: int, message: _Message) -> float:
+        """Send ``message`` now, and return when it is there."""
         job = self._jobs[self._owner[step]]
-        task, graph, cost = job.graph.tasks[copy], job.graph, job.cost
+        task, graph, cost = job.graph.tasks[message.task], job.graph, job.cost
         assert isinstance(cost, TopologyCosts)
-        assert task.source is not None
-        channel, link = cost.route(graph.devices[graph.placement[task.source]], task.lane.device)
+        channel, link = cost.route(graph.devices[graph.placement[message.source]], task.lane.device)
         free = max(self.now, self._channels.get(channel, 0.0)) + cost.size(task) / link.bandwidth
         self._channels[channel] = free
-        self._arrived[step][copy] = free + link.latency
+        arrived = self._arrived[step]
+        arrived[message.task] = max(arrived.get(message.task, 0.0), free + link.latency)
+        return free + link.latency
 
     def _complete(self, end: StepCompleted) -> None:
         if end.error is not None:
             raise end.error
         number = self._owner[end.step]
-        record = remove_record(self.state, end.step)
+        graph, record = self._jobs[number].graph, remove_record(self.state, end.step)
+        journal = [entry for entry in record.journal if not _is_of_messages(entry[1], graph)]
+        record = replace(record, graph=graph, journal=journal)
         record.notes.arrived.update(self._arrived[end.step])
         self.runs[number].records.append(record)
         self._ends[end.step], self._unsent[end.step], self._arrived[end.step] = {}, {}, {}
@@ -227,6 +262,11 @@ class _Simulation:
         for end, step, task, start in self._running:
             job = self._jobs[self._owner[step]]
             self.runs[self._owner[step]].seconds[job.graph.tasks[task].lane] -= end - max(start, min(end, self.now))
+
+
+def _is_of_messages(event: object, graph: TaskGraph) -> bool:
+    """Whether ``event`` is a gate's that only the simulation has."""
+    return isinstance(event, GateOpened) and event.gate >= len(graph.gates)
 
 
 def can_overlap(graph: TaskGraph) -> bool:

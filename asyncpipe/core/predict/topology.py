@@ -155,19 +155,22 @@ class TopologyCosts:
     """A cost model on a topology: those of ``costs`` at the speed of each device, and copies by the links.
 
     The simulator lets messages of one link wait for each other, so it must get this as it is: other models go inside.
-    Devices of the graph are those of the topology. What ``costs`` says of copies does not count.
+    Devices of the graph are those of the topology. What ``costs`` says of copies does not count, nor what
+    ``StageCosts`` say of the way of what A and G bring.
     """
 
     costs: Callable[[Task], float]
     topology: Topology
     sizes: Callable[[Task], float] | None = None
-    """The bytes that a copy brings; by default those that ``costs`` knows (``StageCosts``), or none."""
+    """The bytes that a message for a task brings; by default those that ``costs`` knows (``StageCosts``), or none."""
     _speeds: dict[str, float] = field(init=False, repr=False, compare=False)
     _routes: dict[tuple[str, str], Route] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.sizes is None:
             object.__setattr__(self, "sizes", self.costs.size if isinstance(self.costs, StageCosts) else _nothing)
+        if isinstance(self.costs, StageCosts):
+            object.__setattr__(self, "costs", replace(self.costs, latency=0.0, bandwidth=inf))
         object.__setattr__(self, "_speeds", self.topology.speeds)
         object.__setattr__(self, "_routes", {})
 
@@ -187,7 +190,7 @@ class TopologyCosts:
         return found
 
     def size(self, task: Task) -> float:
-        """The bytes that the copy ``task`` brings."""
+        """The bytes of each message that ``task`` waits for."""
         assert self.sizes is not None
         return self.sizes(task)
 

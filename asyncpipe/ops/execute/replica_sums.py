@@ -16,21 +16,22 @@ parameter sees its whole gradient once, so replica 0 adds up all of a bucket tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from operator import or_
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.core.predict.layer_profile import BUCKET_BYTES
 from asyncpipe.errors import OptionError, StageError
 from asyncpipe.ops.execute.buckets import Section, buckets
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.optimizer_shards import Shard
 from asyncpipe.ops.execute.parameter_hooks import hooked
 
-__all__ = ["BUCKET_BYTES", "ReplicaSums", "Contribution"]
-
-BUCKET_BYTES = 25 << 20
+__all__ = ["BUCKET_BYTES", "Contribution", "ReplicaSums", "reduce_bandwidth"]
 
 
 class Contribution(NamedTuple):
@@ -230,3 +231,18 @@ def _cut(values: Tensor, overlaps: Sequence[Section]) -> Iterator[tuple[Section,
     """Each overlap, and what ``values``, which are of all of them, have of it."""
     lengths = [place.stop - place.start for _, _, place in overlaps]
     return zip(overlaps, values.split_with_sizes(lengths), strict=True)
+
+
+def reduce_bandwidth(device: torch.device) -> float:
+    """Bytes of a bucket per second that two replicas on ``device`` add up, each its part. Blocks for some ms."""
+    rows = {row: [nn.Parameter(torch.zeros(BUCKET_BYTES // 4, device=device))] for row in range(2)}
+    for parameters in rows.values():
+        parameters[0].grad = torch.zeros_like(parameters[0])
+    sums, seconds = ReplicaSums(0, rows, BUCKET_BYTES), inf
+    for _ in range(3):
+        begun = perf_counter()
+        with torch.no_grad():
+            total, _ = sums.add_up(0, 0, [sums.share(row, 0, 0, None, None) for row in rows])
+        total[-1].item()  # Waits for the device.
+        seconds = min(seconds, perf_counter() - begun)
+    return BUCKET_BYTES / seconds

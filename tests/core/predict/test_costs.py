@@ -14,8 +14,15 @@ from asyncpipe.core.predict.costs import Costs, Jitter, StageCosts, parse_costs
 from asyncpipe.errors import OptionError
 
 
-def task(kind: str, stage: int = 0, microbatch: int = 0, source: int | None = None, number: int = 0) -> Task:
-    return Task(number, TaskKind(kind), microbatch, stage, Lane("dev:0", Queue.COMPUTE), 0, source)
+def task(
+    kind: str,
+    stage: int = 0,
+    microbatch: int = 0,
+    source: int | None = None,
+    number: int = 0,
+    bucket: int | None = None,
+) -> Task:
+    return Task(number, TaskKind(kind), microbatch, stage, Lane("dev:0", Queue.COMPUTE), 0, source, bucket)
 
 
 def rows(**given: Any) -> dict[TaskKind, Any]:
@@ -34,6 +41,7 @@ def rows(**given: Any) -> dict[TaskKind, Any]:
         (" F = 0.5 , C=1e-3,", Costs(forward=0.5, copy=1e-3)),
         ("I=3,W=4", Costs(input_gradient=3, weight_gradient=4)),
         ("B=5,R=0", Costs(backward=5, recompute=0)),
+        ("A=5,G=2,U=1", Costs(reduce=5, gather=2, update=1)),
     ],
 )
 def test_costs_are_read_from_a_line(text: str, costs: Costs) -> None:
@@ -43,8 +51,8 @@ def test_costs_are_read_from_a_line(text: str, costs: Costs) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("F", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and L, got 'F'"),
-        ("U=1", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and L, got 'U=1'"),
+        ("F", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A and G, got 'F'"),
+        ("S=1", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A and G, got 'S=1'"),
         ("F=1,B=two", "--costs takes KIND=NUMBER .*, got 'B=two'"),
         ("F=-1", "--costs must not be negative or infinite, got 'F=-1'"),
         ("F=nan", "--costs must not be negative or infinite, got 'F=nan'"),
@@ -82,10 +90,25 @@ def test_a_copy_costs_its_latency_and_its_bytes_both_ways() -> None:
     assert costs(task("C", 2, WHOLE_STEP, source=1)) == 0.5, "nobody measured the tied parameter"
 
 
+def test_replicas_cost_the_same_and_reduce_what_comes_over_the_link() -> None:
+    """Of a bucket of 300 bytes, two thirds come from the other replicas; A adds up all, and G copies all."""
+    options: dict[str, Any] = {"update": [5, 6], "buckets": [[], [30, 300]], "rows": 3, "reducing": 100}
+    costs = StageCosts(rows(F=[1, 2], B=[3, 4]), [100], latency=0.5, bandwidth=200, **options)
+    for replica in range(3):
+        stage = 1 + 2 * replica
+        assert [costs(task(kind, stage)) for kind in "FBU"] == [2, 4, 6]
+        assert costs(task("C", stage, source=stage - 1)) == 0.5 + 0.5
+        assert costs(task("A", stage, WHOLE_STEP, bucket=1)) == 3 + 0.5 + 1
+        assert costs(task("G", stage, WHOLE_STEP, bucket=1)) == 1.5 + 0.5 + 1
+    assert costs.size(task("A", 1, WHOLE_STEP, bucket=1)) == 100
+    measured = StageCosts(rows(F=[1, 2], A=[7, 8]), [100], **options)
+    assert measured(task("A", 5, WHOLE_STEP, bucket=0)) == 8
+
+
 @pytest.mark.parametrize(
     ("seconds", "options", "message"),
     [
-        (rows(B=[1, 1]), {}, r"seconds takes rows for the kinds F \(always\), R, B, I and W, got B"),
+        (rows(B=[1, 1]), {}, r"seconds takes rows for the kinds F \(always\), R, B, I, W, A, G and U, got B"),
         (rows(F=[1, 1], C=[1, 1]), {}, "got F, C"),
         (rows(F=[1, 1], B=[1]), {}, r"seconds of B must have 2 numbers, by stage, got 1: \[1\]"),
         (rows(F=[1, -1]), {}, "seconds of F must be finite and not negative, got -1"),

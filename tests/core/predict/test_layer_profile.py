@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from profiles import chain
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.layer_profile import (
@@ -24,7 +25,13 @@ from asyncpipe.core.predict.layer_profile import (
     SentTensor,
     TiedTensor,
 )
-from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine
+from asyncpipe.core.predict.profile_from_journals import (
+    MeasuredStep,
+    StepVariant,
+    combine,
+    layer_seconds,
+    stage_costs,
+)
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
@@ -241,6 +248,29 @@ def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, over
     assert found.step == pytest.approx(0.5)
     assert found.latency == pytest.approx(latency, rel=1e-6)
     assert found.bandwidth == inf
+
+
+def test_what_replicas_and_updates_cost_is_found_again_in_their_steps():
+    rows = {kind: [1.0 + stage, 2.0] for stage, kind in enumerate((TaskKind.FORWARD, TaskKind.BACKWARD))}
+    rows |= {TaskKind.REDUCE: [3.0, 4.0], TaskKind.GATHER: [0.5, 0.25], TaskKind.UPDATE: [5.0, 6.0]}
+    wiring = Wiring.chain(2).in_rows(2, [2, 1])
+    record = simulate(lower(AllAtOnce(split=False), Shape(4, 6, 4), wiring=wiring), StageCosts(rows, [0]))
+    step = MeasuredStep(report(record).seconds, record)
+    found = stage_costs([step])
+    assert {kind: found.seconds[kind] for kind in rows} == {kind: pytest.approx(row) for kind, row in rows.items()}
+    assert layer_seconds(step) == pytest.approx([3.0, 4.0])
+    single = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2), wiring=Wiring(((0, 1),), (), (0, 1))), found)
+    kept = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), found)
+    steps = {name: [MeasuredStep(9.0, each)] for name, each in zip(("kept", "updated"), (kept, single), strict=True)}
+    variants = {StepVariant(name): each for name, each in steps.items()}
+    measured = combine(variants, variants, [0, 0], instant=True, sent=(), updated=44)
+    assert measured.updating == pytest.approx(44 / 11)
+    layers = tuple(ProfiledLayer(str(k), 8 * k, 8 * k) for k in range(2))
+    profile = Profile(layers, ((0, 1),), {3: replace(measured, reducing=2.0)})
+    assert profile.wiring([1, 1]) == Wiring(((0, 1),), (), (0, 1))
+    assert profile.wiring([1, 1], replicas=2) == Wiring(((0, 1), (2, 3)), (), (1,), (), ((1, 1),), rows=2)
+    shared = profile.costs([1, 1], 3, replicas=2, shards=True)
+    assert (shared.update, shared.buckets, shared.rows, shared.reducing) == ((0.0, 1.0), [[], [8]], 2, 2.0)
 
 
 def test_bandwidth_follows_from_copies_between_devices_that_copy():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.memory import StageMemory, peak_memory
 from asyncpipe.core.predict.report import peak_per_device, report
@@ -34,6 +35,12 @@ def test_a_recomputed_micro_batch_keeps_its_input_until_it_is_recomputed() -> No
     """GPipe, m = 3: at R of the last, that one is whole again and two are inputs."""
     memory = StageMemory(saved=[100], inputs=[7], fixed=[1000])
     assert peak_memory(step("gpipe", Shape(1, 3, 1), CheckpointMode.ALWAYS), memory) == [1000 + 100 + 2 * 7]
+
+
+def test_each_replica_holds_the_same() -> None:
+    graph = lower(find_schedule("1f1b"), Shape(4, 8, 4), wiring=Wiring.chain(2).in_rows(2, [1, 1]))
+    memory = StageMemory(saved=[10, 1000], inputs=[3, 5], fixed=[100_000, 200_000])
+    assert peak_memory(simulate(graph), memory) == [100_020, 201_000] * 2
 
 
 def test_a_step_of_another_size_is_refused() -> None:

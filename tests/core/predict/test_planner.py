@@ -120,6 +120,66 @@ def test_a_plan_says_how_to_have_it():
     assert str(best) == "gpipe, balance 1-1, 4 micro-batches, checkpoint never"
 
 
+# Replicas
+
+
+def heavy(**measured: object) -> Profile:
+    """Four layers with 4 bytes of parameters each."""
+    bare = profile_of([1.0] * 4, measured=(8,), overhead=0.0)
+    layers = tuple(replace(layer, parameters=4, trained=4) for layer in bare.layers)
+    return replace(bare, layers=layers, measurements={8: replace(bare.measurements[8], **measured)})
+
+
+def test_replicas_share_devices_and_micro_batches() -> None:
+    profile, schedules = heavy(reducing=16.0, updating=2.0), ["1f1b"]
+    plans = never(profile, 4, schedules=schedules, replicas=[1, 2, 3, 4])
+    found = {each.replicas: each for each in reversed(plans)}
+    assert {rows: (each.balance, each.microbatches) for rows, each in found.items()} == {
+        1: ((1, 1, 1, 1), 8),
+        2: ((2, 2), 4),
+        4: ((4,), 2),
+    }
+    # The work, then A for 1 s and G for half of it, and the update of all parameters, of half, or of a quarter of them.
+    assert found[4].seconds == pytest.approx(2 * 12 + 1.5 + 8 + 0.5)
+    assert found[2].seconds == pytest.approx(5 * 6 + 0.75 + 4 + 0.5)
+    assert found[1].seconds == pytest.approx(11 * 3 + 2 + 0.5)
+    assert found[2].options() == {
+        "schedule": "1f1b",
+        "balance": [2, 2],
+        "microbatches": 4,
+        "checkpoint": "never",
+        "replicas": 2,
+    }
+    assert str(found[2]) == "2 replicas, 1f1b, balance 2-2, 4 micro-batches, checkpoint never"
+    with pytest.raises(PlanError, match="3 replicas must divide the devices and the micro-batches"):
+        never(profile, 4, replicas=[3])
+
+
+def test_shards_save_what_optimizers_keep_and_do() -> None:
+    profile = heavy(reducing=16.0, updating=2.0)
+    options = {"schedules": ["gpipe"], "replicas": [4], "shards": [True, False], "parameter_scale": 4.0}
+    shared, whole = sorted(never(profile, 4, **options), key=lambda each: not each.shards)
+    assert whole.seconds - shared.seconds == pytest.approx(8 * 3 / 4)
+    assert [a - b for a, b in zip(whole.memory, shared.memory, strict=True)] == [16 * 2 * 3 // 4] * 4
+    assert shared.options()["shard_optimizer"]
+    assert never(profile, 4, memory_limit=max(shared.memory), **options) == [shared]
+    assert str(shared).startswith("4 replicas with shards, gpipe")
+
+
+def test_what_replicas_cost_depends_on_their_links() -> None:
+    """Over a slow link four stages are faster than four replicas; each of these gets a quarter from each other one."""
+
+    def best(bandwidth: float) -> Plan:
+        topology = hosts_with(dict.fromkeys(permutations(range(4), 2), 0.0), 4)
+        topology = replace(topology, link=NetworkLink(0.0, bandwidth), links={})
+        return never(heavy(), 4, schedules=["1f1b"], replicas=[1, 4], topology=topology)[0]
+
+    assert best(inf).replicas == 4
+    assert best(inf).seconds == pytest.approx(2 * 12 + 0.5)
+    assert best(10.0).replicas == 4, "parameters have few bytes, activations many"
+    assert best(10.0).seconds == pytest.approx(2 * 12 + 0.5 + 2 * 4 / 10)
+
+
 # Memory
 
 

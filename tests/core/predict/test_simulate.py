@@ -25,6 +25,7 @@ from asyncpipe.core.engine.events import (
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
+from asyncpipe.core.kinds import RELEASING_KINDS, TaskKind
 from asyncpipe.core.predict.costs import Costs, Jitter
 from asyncpipe.core.predict.report import report, reports, steady_state
 from asyncpipe.core.predict.simulate import can_overlap, simulate, simulate_steps
@@ -151,6 +152,30 @@ def test_a_step_in_which_nothing_ran() -> None:
     assert (found.seconds, found.tasks, found.bound) == (0.0, (), 0.0)
     assert found.device_utilization == {"dev:0": 0.0, "dev:1": 0.0}
     assert found.bubble_ratio == 0.0
+
+
+# Replicas
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "backward-first"])
+def test_a_reduction_begins_with_the_last_gradient_of_its_stage(name: str, shards: bool) -> None:
+    """Whatever other stages still have to do, also on the same device; what a device reduces follows each other."""
+    stages, costs = 2 * (find_schedule(name).virtual or 1), Costs(reduce=1.5, gather=0.25, update=0.5)
+    wiring = Wiring.chain(stages).in_rows(3, [2] * stages, shards=shards)
+    graph = lower(find_schedule(name), Shape(3 * stages, 12, 6), wiring=wiring)
+    done = report(simulate(graph, costs)).tasks
+    last = [0.0] * stages
+    for time in done:
+        if time.task.kind in RELEASING_KINDS:
+            last[time.task.stage % stages] = max(last[time.task.stage % stages], time.end)
+    free = dict.fromkeys(graph.devices, 0.0)
+    buckets: list[int | None] = []
+    for task, start, end in ((time.task, time.start, time.end) for time in done if time.task.kind is TaskKind.REDUCE):
+        assert start == max(last[task.stage % stages], free[task.lane.device])
+        free[task.lane.device] = end
+        buckets += [task.bucket] if task.stage == 0 else []
+    assert buckets == [0, 1]
 
 
 # Steps that overlap: how soon one follows the other, by hand, by bounds, and as the documentation says.
