@@ -192,7 +192,9 @@ def _toml(job: Job, best: Plan) -> str:
     workers: object = job.pipeline.workers
     if best.placing is not None and workers not in ON_HOSTS:
         workers = ON_HOSTS[0]
-    options = {"devices": job.pipeline.devices, **best.options()}
+    # What a plan does not say stays as the job says it.
+    own = {"replicas": 1, "shard_optimizer": False} if job.pipeline.replicas > 1 else {}
+    options = {"devices": job.pipeline.devices, **own, **best.options()}
     if workers != "threads" and isinstance(workers, str):
         options |= {"workers": workers}
     return "\n".join(["[pipeline]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())])

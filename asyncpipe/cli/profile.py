@@ -49,7 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
     """Add --microbatches and --steps, which ``measured`` reads."""
-    text = "numbers of micro-batches (default: the job's, half and twice as many)"
+    text = "numbers of micro-batches, of all replicas together (default: the job's, half and twice as many)"
     parser.add_argument("--microbatches", type=counts, metavar="4,8,16", help=text)
     text = f"measured steps of each mode (default: {STEPS})"
     parser.add_argument("--steps", type=count, default=STEPS, metavar="N", help=text)
@@ -60,7 +60,7 @@ def measured(job: Job, args: argparse.Namespace, progress: Callable[[str], None]
     from asyncpipe.train.entry import find_entry
     from asyncpipe.train.planning import measure_job
 
-    number = job.pipeline.microbatches
+    number = job.pipeline.microbatches * job.pipeline.replicas
     wanted = args.microbatches or sorted(
         {min(each, job.training.batch_size) for each in (max(1, number // 2), number, 2 * number)}
     )

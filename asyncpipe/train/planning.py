@@ -12,6 +12,7 @@ from asyncpipe.core.predict.planner import Plan
 from asyncpipe.ops.model.feed import Feed
 from asyncpipe.pipeline.profiling import STEPS, SampleBatch, choose, measure
 from asyncpipe.pipeline.step_inputs import NO_TARGET
+from asyncpipe.train.adamw import StagedAdamW
 from asyncpipe.train.job_file import Job, blaming_key, job_file_error
 from asyncpipe.train.workload import Workload
 
@@ -60,6 +61,8 @@ def choose_for(job: Job, workload: Workload, *, ahead: int = 0, progress: Callab
             checkpoints=[table.checkpoint],
             parameter_scale=ADAMW_SCALE,
             ahead=ahead,
+            replicas=table.replicas,
+            shards=table.shard_optimizer,
             progress=progress,
         )
 
@@ -83,10 +86,11 @@ def with_plan(job: Job, plan: Plan) -> Job:
 def _sample(job: Job, workload: Workload) -> SampleBatch:
     """The first mini-batch of the training."""
     training = job.training
+    optimizer = StagedAdamW(training).make if training.overlap else None
     if isinstance(workload.batches, Feed):
         x, *target = workload.batches.batch(0)
-        return SampleBatch(x, target[0] if target else NO_TARGET, workload.loss_fn)
+        return SampleBatch(x, target[0] if target else NO_TARGET, workload.loss_fn, optimizer=optimizer)
     batch = next(iter(workload.batches(training.batch_size, Generator().manual_seed(training.seed))), None)
     if batch is None:
         raise job_file_error(job.path, f"job.entry: {job.job.entry} makes no batches; there is nothing to measure with")
-    return SampleBatch(*batch, workload.loss_fn)
+    return SampleBatch(*batch, workload.loss_fn, optimizer=optimizer)

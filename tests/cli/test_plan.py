@@ -138,14 +138,15 @@ def told(out: str) -> list[str]:
 def test_the_best_plans_are_shown_with_what_to_write(job, profile, capsys):
     assert main(["plan", str(job), "--profile", str(profile), "--checkpoint", "never,always"]) == 0
     lines = told(capsys.readouterr().out)
-    assert lines[0].split()[:4] == ["schedule", "balance", "micro-batches", "checkpoint"]
+    assert lines[0].split()[:5] == ["replicas", "schedule", "balance", "micro-batches", "checkpoint"]
     rows = lines[1 : lines.index("")]
     assert len(rows) == 10
     assert all("ms" in row and "%" in row and "B" in row for row in rows)
     # The lines that it ends with are those of the first plan, and a job with them has it.
     chosen = "\n".join(lines[lines.index("[pipeline]") :])
     table = tomllib.loads(chosen)["pipeline"]
-    assert rows[0].split()[:2] == [table["schedule"], "-".join(map(str, table["balance"]))]
+    first = [str(table.get("replicas", 1)), table["schedule"], "-".join(map(str, table["balance"]))]
+    assert rows[0].split()[:3] == first
     job.write_text(PIPELINE.sub(chosen + "\n\n", JOB), encoding="utf-8")
     assert load_job(job).pipeline.balance == tuple(table["balance"])
     assert main(["train", str(job), "--no-progress"]) == 0
@@ -191,12 +192,12 @@ TRACED = MODULE.replace("return Workload(model,", "return Workload(trace(model, 
 def test_a_traced_job_is_planned_and_trains_with_what_is_printed(job, capsys):
     (job.parent / "tiny_planned.py").write_text(f"from asyncpipe import Arguments, trace\n{TRACED}", encoding="utf-8")
     job.write_text(JOB.replace("microbatches", "balance = [1, 3]\nmicrobatches"), encoding="utf-8")
-    options = ["--microbatches", "4", "--steps", "1", "--schedules", "1f1b,interleaved,zb-h1"]
+    options = ["--microbatches", "4", "--steps", "1", "--schedules", "1f1b,interleaved,zb-h1", "--replicas", "1"]
     assert main(["plan", str(job), *options]) == 0
     lines = told(capsys.readouterr().out)
     rows = lines[1 : lines.index("")]
-    assert {row.split()[1] for row in rows} <= {"1-3", "2-2", "3-1", "1-1-1-1"}
-    assert {row.split()[0] for row in rows} == {"1f1b", "interleaved", "zb-h1"}
+    assert {row.split()[2] for row in rows} <= {"1-3", "2-2", "3-1", "1-1-1-1"}
+    assert {row.split()[1] for row in rows} == {"1f1b", "interleaved", "zb-h1"}
     balances = ['schedule = "1f1b"\nbalance = [1, 3]', "\n".join(lines[lines.index("[pipeline]") + 2 :])]
     for balance in balances:
         table = f'[pipeline]\ndevices = ["cpu:0", "cpu:1"]\n{balance}\n\n'
@@ -212,7 +213,8 @@ def test_json_has_the_same_plans(job, profile, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["job"], found["devices"]) == ("tiny", ["cpu:0", "cpu:1"])
     assert {each["schedule"] for each in found["plans"]} == {"gpipe", "1f1b"}
-    assert {each["microbatches"] for each in found["plans"]} == {4}
+    assert {each["microbatches"] * each.get("replicas", 1) for each in found["plans"]} == {4}
+    assert {each.get("replicas", 1) for each in found["plans"]} == {1, 2}
     seconds = [each["seconds"] for each in found["plans"]]
     assert seconds == sorted(seconds)
     assert all(len(each["memory"]) == 2 and 0 <= each["bubble"] < 1 for each in found["plans"])
@@ -241,6 +243,8 @@ def test_where_a_job_overlaps_its_steps_what_counts_is_how_soon_one_follows_the_
         "4",
         "--checkpoint",
         "never",
+        "--replicas",
+        "1",
         "--json",
     ]
     found = []
@@ -251,6 +255,20 @@ def test_where_a_job_overlaps_its_steps_what_counts_is_how_soon_one_follows_the_
     alone, overlapping = found
     assert overlapping["bubble"] < alone["bubble"]
     assert overlapping["seconds"] < alone["seconds"]
+
+
+def test_a_plan_with_replicas_is_what_train_takes(job, profile, capsys):
+    """In a job whose optimizer is in the step they may have shards; a plan without replicas says so."""
+    job.write_text(JOB.replace("microbatches = 4", "microbatches = 2\nreplicas = 2") + OVERLAP, encoding="utf-8")
+    printed = job.parent / "plan.toml"
+    for rows, shards in (("2", True), ("1", False)):
+        assert main(["plan", str(job), "--schedules", "gpipe", "--replicas", rows, "--steps", "1"]) == 0
+        printed.write_text(capsys.readouterr().out, encoding="utf-8")
+        planned = load_job(job, plan=printed).pipeline
+        assert (planned.replicas, planned.shard_optimizer) == (int(rows), shards)
+        assert planned.microbatches * planned.replicas in (2, 4, 8)
+        assert main(["train", str(job), "--plan", str(printed), "--no-progress"]) == 0
+        capsys.readouterr()
 
 
 def test_a_memory_limit_leaves_out_what_does_not_fit(job, profile, capsys):
@@ -265,9 +283,10 @@ def test_a_memory_limit_leaves_out_what_does_not_fit(job, profile, capsys):
 
 
 def test_without_a_profile_the_model_is_measured(job, capsys):
-    assert main(["plan", str(job), "--steps", "1", "--microbatches", "2", "--schedules", "1f1b", "--json"]) == 0
+    options = ["--steps", "1", "--microbatches", "2", "--schedules", "1f1b", "--replicas", "2", "--json"]
+    assert main(["plan", str(job), *options]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["plans"][0]["microbatches"] == 2
+    assert {each["microbatches"] for each in json.loads(shown.out)["plans"]} == {1}
     assert "… measuring 2 micro-batches, round 1 of 2" in shown.err
     assert "… simulating 1f1b" in shown.err
 

@@ -117,6 +117,19 @@ def test_a_step_that_costs_nothing_has_no_bubble(capsys: Output) -> None:
     assert found(capsys, "gpipe --stages 2 --microbatches 2 --costs F=0,I=0,W=0")["bubble"] == [0, 0]
 
 
+def test_replicas_run_beside_each_other_and_reduce(capsys: Output) -> None:
+    line = "1f1b --stages 2 --microbatches 4 --replicas 2 --costs F=1,B=2,A=1.5,G=0.5,U=0.25"
+    text = run(capsys, line)
+    assert text.startswith("1f1b: 2 replicas of 2 stages on 2 devices, 4 micro-batches, checkpoint never, costs F=1 ")
+    assert " U=0.25 A=1.5 G=0.5\n" in text
+    step = found(capsys, line)
+    assert step["makespan"] == 5 * 3 + 1.5 + 0.5 + 0.25
+    assert (step["stages"], step["devices"], step["microbatches"], step["replicas"]) == (4, 4, 8, 2)
+    assert step["peak"] == [2, 1, 2, 1]
+    # Of steps that overlap, the next one's forwards wait for the parameters.
+    assert found(capsys, f"{line} --shard-optimizer --steps 3")["steady_seconds"] == step["makespan"]
+
+
 # Jitter
 
 
@@ -337,7 +350,7 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
         ("gpipe --stages 2 --microbatches 1 --checkpoint x", "checkpoint must be one of 'always', 'except_last'"),
         (
             "gpipe --stages 2 --microbatches 1 --costs Q=1",
-            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O and",
+            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A and",
         ),
         ("gpipe --stages 2 --microbatches 1 --costs B=-1", "--costs must not be negative or infinite, got 'B=-1'"),
         ("gpipe --stages 2 --microbatches 1 --jitter -1", "sigma must be finite and not negative, got -1"),
@@ -354,6 +367,7 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
             "gpipe --stages 3 --microbatches 1 --profile x --sent 1 --topology x",
             "--sent goes with --costs; a profile says",
         ),
+        ("gpipe --stages 2 --microbatches 1 --shard-optimizer", "--shard-optimizer shares the optimizer among"),
         ("gpipe --stages 2 --microbatches 1 --balance 1,1", "--balance splits the layers of a profile"),
         ("gpipe --stages 2 --microbatches 1 --profile /nowhere/x", "/nowhere/x: cannot be read: No such file"),
     ],
@@ -388,7 +402,7 @@ def test_the_examples_of_the_help_are_commands(
     text = capsys.readouterr().out
     assert all(word in text for word in ("makespan", "bubble", "peak", "memory", "csv:FILE", "module:Class"))
     lines = [line.strip() for line in text.partition("examples:\n")[2].splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 9
     (tmp_path / "hosts.toml").write_text('[[hosts]]\nname = "a"\ndevices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]\n')
     for line in lines:
         program, *arguments = line.replace("my_package.schedules", __name__).replace("model.json", str(profile)).split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import inf
 
 import pytest
 import torch
@@ -56,6 +57,29 @@ def test_where_steps_overlap_what_counts_is_how_soon_one_follows_the_other(workl
     monkeypatch.setattr(profiling, "STEPS", 1)
     pipeline(workload, workload.model(), schedule="1f1b", **options)
     assert asked == [ahead]
+
+
+async def test_replicas_are_chosen_for_on_the_devices_of_the_first(workload, monkeypatch):
+    """With micro-batches of the size that they have; the optimizer of a copy is measured, and the model stays."""
+    asked = []
+    plan = profiling.plan
+    monkeypatch.setattr(profiling, "plan", lambda *a, **k: asked.append((a, k)) or plan(*a, **k))
+    monkeypatch.setattr(profiling, "STEPS", 1)
+    model, options = workload.model(), {"microbatches": 2, "schedule": "1f1b", "shard_optimizer": True}
+    state = copy.deepcopy(model.state_dict())
+    devices = [DEVICES, ["cpu:2", "cpu:3"]]
+    sample = workload.x, workload.target
+    async with Pipeline(model, devices, loss_fn=mse, sample=sample, optimizer=torch.optim.Adam, **options) as pipe:
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        [((profile, count), keywords)] = asked
+        assert (profile.devices, profile.measured, count) == (("cpu:0", "cpu:1"), [4], 4)
+        assert (keywords["replicas"], keywords["shards"]) == ([2], [True])
+        measured = profile.measurement(4)
+        assert 0 < measured.updating < inf
+        assert 0 < measured.reducing < inf
+        assert pipe.microbatches == 2
+        await pipe.step(workload.x, workload.target)
+    assert not any(torch.equal(value, state[key]) for key, value in model.state_dict().items() if value.numel() > 1)
 
 
 async def test_a_balance_is_chosen_for_a_schedule(workload):

@@ -61,7 +61,7 @@ class SimulatedRun:
     """The time that it used on each lane until the end of the simulation, including an unfinished step."""
 
 
-class _Message(NamedTuple):
+class _MessageOnLink(NamedTuple):
     task: int
     """The task that reads it: a copy, A or G."""
     source: int
@@ -72,24 +72,24 @@ class _Messages:
     """What other devices send in a step for copies, A and G: which tasks make it, and who waits for it."""
 
     def __init__(self, graph: TaskGraph) -> None:
-        self.made_by: dict[int, list[_Message]] = {}
+        self.made_by: dict[int, list[_MessageOnLink]] = {}
         """By task, what it is needed for."""
-        self.at_start: list[_Message] = []
+        self.at_start: list[_MessageOnLink] = []
         """Copies of what is there when the step begins: tied parameters."""
-        self.gates: dict[_Message, int] = {}
+        self.gates: dict[_MessageOnLink, int] = {}
         """The gate that a message for A or G opens."""
-        self._parts: dict[_Message, int] = {}
+        self._parts: dict[_MessageOnLink, int] = {}
         """How many tasks make each message."""
         for task in graph.tasks:
             makers = graph.read_by(task.number)
             if task.kind is TaskKind.COPY:
                 assert task.source is not None
                 if not makers:
-                    self.at_start.append(_Message(task.number, task.source))
-                sent = [(maker, _Message(task.number, task.source)) for maker in makers]
+                    self.at_start.append(_MessageOnLink(task.number, task.source))
+                sent = [(maker, _MessageOnLink(task.number, task.source)) for maker in makers]
             elif task.kind in COLLECTIVE_KINDS:
                 stages = [(maker, graph.tasks[maker].stage) for maker in makers]
-                sent = [(maker, _Message(task.number, stage)) for maker, stage in stages if stage != task.stage]
+                sent = [(maker, _MessageOnLink(task.number, stage)) for maker, stage in stages if stage != task.stage]
                 for _, message in sent:
                     self.gates.setdefault(message, len(graph.gates) + len(self.gates))
             else:
@@ -100,7 +100,7 @@ class _Messages:
         gates = (*graph.gates, *(message.task for message in self.gates))
         self.graph = replace(graph, gates=gates) if self.gates else graph
 
-    def of_step(self) -> dict[_Message, int]:
+    def of_step(self) -> dict[_MessageOnLink, int]:
         """How many tasks each message waits for, as a step begins."""
         return dict(self._parts)
 
@@ -133,7 +133,7 @@ class _Simulation:
         self._last: dict[int, int] = {}
         """The last step of each job, if it was submitted."""
         self._messages = [_Messages(job.graph) if isinstance(job.cost, TopologyCosts) else None for job in jobs]
-        self._unsent: list[dict[_Message, int]] = []
+        self._unsent: list[dict[_MessageOnLink, int]] = []
         """For each step, how many tasks each message waits for."""
         self._openings: list[tuple[float, int, int]] = []
         """A heap of (time, step, gate)."""
@@ -231,7 +231,7 @@ class _Simulation:
                     if message in messages.gates:
                         heappush(self._openings, (arrives, step, messages.gates[message]))
 
-    def _send(self, step: int, message: _Message) -> float:
+    def _send(self, step: int, message: _MessageOnLink) -> float:
         """Send ``message`` now, and return when it is there."""
         job = self._jobs[self._owner[step]]
         task, graph, cost = job.graph.tasks[message.task], job.graph, job.cost
