@@ -89,8 +89,8 @@ class StageCosts:
 
     A copy takes ``latency + bytes / bandwidth``. Stages are those of one replica; the others cost the same. If the
     seconds of A and G are not known, they follow from the bytes of a bucket: what comes from the other replicas takes
-    as long as a copy, then A adds up its part and G copies all. Sequences are kept as tuples. Raises ``OptionError`` for rows
-    of different lengths, unknown kinds, and numbers that are negative, infinite or NaN.
+    as long as a copy, then A adds up its part and G copies all. Sequences are kept as tuples. Raises ``OptionError``
+    for rows of different lengths, unknown kinds, and numbers that are negative, infinite or NaN.
     """
 
     seconds: Mapping[TaskKind, Sequence[float]]

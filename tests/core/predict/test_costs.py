@@ -99,7 +99,7 @@ def test_replicas_cost_the_same_and_reduce_what_comes_over_the_link() -> None:
         assert [costs(task(kind, stage)) for kind in "FBU"] == [2, 4, 6]
         assert costs(task("C", stage, source=stage - 1)) == 0.5 + 0.5
         assert costs(task("A", stage, WHOLE_STEP, bucket=1)) == 3 + 0.5 + 1
-        assert costs(task("G", stage, WHOLE_STEP, bucket=1)) == 1.5 + 0.5 + 1
+        assert costs(task("G", stage, WHOLE_STEP, bucket=1)) == 3 + 0.5 + 1
     assert costs.size(task("A", 1, WHOLE_STEP, bucket=1)) == 100
     measured = StageCosts(rows(F=[1, 2], A=[7, 8]), [100], **options)
     assert measured(task("A", 5, WHOLE_STEP, bucket=0)) == 8
