@@ -139,7 +139,7 @@ def test_replicas_share_devices_and_micro_batches() -> None:
         2: ((2, 2), 4),
         4: ((4,), 2),
     }
-    # The work, then A and G for 1 s each, or half of it, and the update of all parameters, of half, or of a quarter of them.
+    # The work, then A and G for 1 s each, or half of it, and the update of what a stage has.
     assert found[4].seconds == pytest.approx(2 * 12 + 2 + 8 + 0.5)
     assert found[2].seconds == pytest.approx(5 * 6 + 1 + 4 + 0.5)
     assert found[1].seconds == pytest.approx(11 * 3 + 2 + 0.5)
