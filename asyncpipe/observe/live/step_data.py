@@ -54,7 +54,7 @@ def timeline_data(graph: TaskGraph, result: Report) -> dict[str, Any]:
 
     ``tasks`` are [row, start, end, kind, label, stage, micro-batch, source]; copies are in the row of the device that
     they go to. ``colours`` are those of each kind, from the first stage of a device to its last; ``tint`` is the
-    position of each stage's colours among them.
+    position of each stage's colours among them. ``replica`` is how many rows each replica has, 0 if there is one.
     """
     tint = [graph.placement[:stage].count(device) for stage, device in enumerate(graph.placement)]
     shades = max(tint) + 1
@@ -64,6 +64,7 @@ def timeline_data(graph: TaskGraph, result: Report) -> dict[str, Any]:
     return {
         "seconds": rounded(result.seconds),
         "rows": list(graph.devices),
+        "replica": graph.rows.devices if len(graph.rows) > 1 else 0,
         "count": len(result.tasks),
         "tasks": [_task(time, rows[time.task.lane.device]) for time in drawn],
         "tint": tint,

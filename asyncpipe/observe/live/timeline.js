@@ -3,7 +3,7 @@
 
 import { duration, set, write } from './text.js';
 
-const ROW = 26, BAR = 6, BETWEEN = 9, AXIS = 22, CHARACTER = 6.6;
+const ROW = 26, BAR = 6, BETWEEN = 9, AXIS = 22, CHARACTER = 6.6, LABEL = 18;
 
 // A new SVG element below `parent`.
 function add(parent, name, attributes = {}) {
@@ -38,21 +38,27 @@ export class Timeline {
     if (!data || !data.tasks.length) return;
     const width = svg.clientWidth, left = width < 560 ? 62 : 96;
     const scale = (width - left - 1) / Math.max(data.seconds * 1e3, 1e-9);
-    const pitch = ROW + (('C' in data.kinds) ? BAR + 2 : 0) + BETWEEN, height = data.rows.length * pitch + AXIS;
+    const pitch = ROW + (('C' in data.kinds || 'A' in data.kinds) ? BAR + 2 : 0) + BETWEEN;
+    // Where there are replicas, the name of each stands above its rows.
+    const top = row => row * pitch + (data.replica ? (Math.floor(row / data.replica) + 1) * LABEL : 0);
+    const height = top(data.rows.length - 1) + pitch + AXIS;
     set(svg, { viewBox: `0 0 ${width} ${height}`, height });
-    this.drawLanes(width, left, pitch, height);
-    data.tasks.forEach((task, index) => this.drawTask(task, index, left, scale, pitch));
+    this.drawLanes(width, left, top, height);
+    data.tasks.forEach((task, index) => this.drawTask(task, index, left, scale, top(task[0])));
     for (const mark of this.pool.splice(data.tasks.length)) mark.group.remove();
     // The order in which the arrow keys go through the tasks: row by row.
     this.order = data.tasks.map((_, index) => index).sort((a, b) => data.tasks[a][0] - data.tasks[b][0] || a - b);
     this.choose(this.chosen);
   }
 
-  drawLanes(width, left, pitch, height) {
+  drawLanes(width, left, top, height) {
     const { data, lanes } = this, most = Math.floor((left - 6) / CHARACTER);
     lanes.replaceChildren();
     data.rows.forEach((name, row) => {
-      const y = row * pitch;
+      const y = top(row);
+      if (data.replica && row % data.replica === 0) {
+        add(lanes, 'text', { class: 'replica', x: 0, y: y - 6 }).textContent = `replica ${row / data.replica}`;
+      }
       add(lanes, 'rect', { class: 'lane', x: left, y, width: width - left, height: ROW, rx: 3 });
       const clipped = name.length > most ? `${name.slice(0, most - 1)}…` : name;
       add(lanes, 'text', { class: 'name', x: 0, y: y + 12 }).textContent = clipped;
@@ -66,10 +72,10 @@ export class Timeline {
     }
   }
 
-  drawTask([row, start, end, kind, label, stage], index, left, scale, pitch) {
+  drawTask([, start, end, kind, label, stage], index, left, scale, top) {
     const mark = this.pool[index] ?? this.newMark(index);
-    const copy = 'COL'.includes(kind), x = left + start * scale, width = Math.max((end - start) * scale - 0.7, 1);
-    const y = row * pitch + (copy ? ROW + 2 : 0), fill = this.data.colours[kind][this.data.tint[stage]];
+    const copy = 'COLA'.includes(kind), x = left + start * scale, width = Math.max((end - start) * scale - 0.7, 1);
+    const y = top + (copy ? ROW + 2 : 0), fill = this.data.colours[kind][this.data.tint[stage]];
     set(mark.rect, { x: x.toFixed(2), y, width: width.toFixed(2), height: copy ? BAR : ROW, fill });
     mark.group.dataset.kind = kind;
     const text = !copy && width > label.length * CHARACTER + 2 ? label : '';

@@ -1,7 +1,7 @@
 """The timeline of one step, or of several, as an SVG picture without script, readable on light and dark pages.
 
-Each device is a row of tasks with its copies as thin bars below. A darker band stands where another job had the
-device::
+Each device is a row of tasks with its copies and reductions as thin bars below; the name of a replica stands above its
+devices. A darker band stands where another job had the device::
 
     dev:0  [F0][F1]··········[ B1 ][ B0 ]
     dev:1  ···[F0][F1][ B1 ][ B0 ]·······
@@ -33,6 +33,7 @@ from asyncpipe.observe.pictures.timeline import (
     kinds_of,
     labels,
     lane_rows,
+    replica_labels,
     shade,
     summary,
     ticks,
@@ -40,11 +41,9 @@ from asyncpipe.observe.pictures.timeline import (
 
 __all__ = ["svg_timeline"]
 
-CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0
+CHARACTER, TITLE_CHARACTER, ROW, BAR, GAP, TOP, LABEL = 7.0, 7.4, 26.0, 5.0, 12.0, 40.0, 16.0
 """Pixels: the widths of a character of a label and of a title, the heights of a compute row and of a copy bar, the
-space below a row and above the first."""
-_BARS: dict[Queue, int] = {queue: k for k, queue in enumerate(queue for queue in Queue if queue is not Queue.COMPUTE)}
-"""The bar below the compute row that each queue has; the second pair is there only if something is offloaded."""
+space below a row and above the first, and the height of the name of a replica."""
 WIDTH = 1000.0
 """Pixels from time 0 to the end of the axis."""
 
@@ -87,11 +86,22 @@ class _Layout:
         self.left = CHARACTER * max(map(len, devices)) + 16
         """Before time 0 are the names of the devices."""
         self.right = self.left + WIDTH
-        below = max([_BARS.get(lane.queue, -1) for step in steps for lane in step.rows], default=-1) // 2 * 2 + 2
-        height = ROW + (below * (BAR + 1) + 1 if below else 0) + GAP
-        self.top = {device: top + number * height for number, device in enumerate(devices)}
+        shown = {lane.queue for step in steps for lane in step.rows} - {Queue.COMPUTE}
+        self.bars = {queue: bar for bar, queue in enumerate(queue for queue in Queue if queue in shown)}
+        """The bar below the compute row that each queue has."""
+        height = ROW + (len(shown) * (BAR + 1) + 1 if shown else 0) + GAP
+        labels = replica_labels(steps[0].graph)
+        self.top: dict[str, float] = {}
         """The top of each device's compute row."""
-        self.bottom = top + len(devices) * height - GAP
+        self.replicas: list[tuple[float, str]] = []
+        """The line that the name of each replica stands on, and the name."""
+        for device in devices:
+            if device in labels:
+                self.replicas.append((top + LABEL - 5, labels[device]))
+                top += LABEL
+            self.top[device] = top
+            top += height
+        self.bottom = top - GAP
         """The bottom of the lowest row."""
 
     def x(self, seconds: float) -> float:
@@ -179,7 +189,7 @@ def _tasks(step: _ShownStep, layout: _Layout) -> Iterator[_Box]:
     for lane, times in step.rows.items():
         top, height = layout.top[lane.device], ROW
         if lane.queue is not Queue.COMPUTE:
-            top, height = top + ROW + 2 + (BAR + 1) * _BARS[lane.queue], BAR
+            top, height = top + ROW + 2 + (BAR + 1) * layout.bars[lane.queue], BAR
         for time in times:
             width = time.seconds * layout.per_second
             stages = mates[graph.placement[time.task.stage]]

@@ -8,6 +8,8 @@ If all times are multiples of one quantum, as in simulations, each cell is exact
 Otherwise time is divided into columns, and a column shows the task that fills most of it. In a terminal the kinds of
 tasks may have colours. Where another job had the device, there are shaded cells in the place of dots.
 
+The devices of each replica of the pipeline follow a line with its number.
+
 Several steps share one axis. They may overlap, so each device has a border of its own where a later step begins::
 
     step   0                             1
@@ -37,6 +39,7 @@ __all__ = [
     "kinds_of",
     "labels",
     "lane_rows",
+    "replica_labels",
     "shade",
     "summary",
     "text_timeline",
@@ -89,6 +92,7 @@ def text_timeline(
     if not longest:
         return "no task took any time\n"
     names = [lane.device if lane.queue is Queue.COMPUTE else f"  {lane.queue.value}" for lane in rows]
+    above = replica_labels(records[0].graph)
     margin = max(map(len, [*names, "time"])) + 2
     label = labels(records[0].graph)
     shown = list(chain.from_iterable(rows.values()))
@@ -101,6 +105,8 @@ def text_timeline(
     lines = ["step".ljust(margin) + _steps(records, results, scale)] if len(records) > 1 else []
     lines.append("time".ljust(margin) + _axis(scale, longest, virtual=virtual))
     for name, (lane, times) in zip(names, rows.items(), strict=True):
+        if lane.queue is Queue.COMPUTE and lane.device in above:
+            lines.append(above[lane.device])
         row = _row(times, starts.get(lane, ()), taken.get(lane, ()), scale, label)
         lines.append(name.ljust(margin) + row)
     kinds = kinds_of(shown)
@@ -177,6 +183,12 @@ def summary(results: Sequence[Report], *, training: bool, virtual: bool) -> str:
     if len(set(peaks)) == 1:
         return f"{line}, peak in flight {peaks[0]}" + (" at every stage" if len(peaks) > 1 else "")
     return f"{line}, peak in flight {' '.join(map(str, peaks))} (stages 0 … {len(peaks) - 1})"
+
+
+def replica_labels(graph: TaskGraph) -> dict[str, str]:
+    """What stands above the first device of each replica, by that device; nothing if there is one replica."""
+    rows = graph.rows
+    return {graph.devices[row * rows.devices]: f"replica {row}" for row in range(len(rows))} if len(rows) > 1 else {}
 
 
 def labels(graph: TaskGraph) -> Callable[[Task], str]:

@@ -9,7 +9,8 @@
     cpu:1       compute                │ F(0,1) │ B(0,1)
     cpu memory  memory …      ▁▁▂▂▂▂▂▂▃▃▃▃▃▃▃▃▄▄▄▄▄▃▃▃▃▃▂▂▂▂            what the process holds of a physical device
 
-The arguments of a task say what it waited for, and for how long its lane was idle, by reason.
+The arguments of a task say what it waited for, and for how long its lane was idle, by reason. Where the pipeline has
+replicas, devices are called after theirs, too.
 Where the devices are in workers, the processes are these, and their threads the devices with their lanes.
 Steps are on the clock of their journals, which begins at 0 here. Steps that overlap have rows of their own, and a mark
 on each device shows where it begins the later one. Times are microseconds, to the nanosecond. A trace of
@@ -162,6 +163,10 @@ def _arguments(record: StepRecord, task: Task) -> TraceEvent:
         arguments |= {"src": task.source, "dst": task.stage}
         if task.number in record.notes.copied:
             arguments["bytes"] = record.notes.copied[task.number]
+    if len(rows := record.graph.rows) > 1:
+        arguments["replica"] = rows.stage_row(task.stage)
+    if task.bucket is not None:
+        arguments["bucket"] = task.bucket
     return arguments
 
 

@@ -57,7 +57,13 @@ class TraceTracks:
             for name, worker in record.notes.workers.items()
             if worker.clock_error
         }
-        place = {device: self._workers.get(device, device) for device in logical}
+        own = {
+            device: f"{device} (replica {number // record.graph.rows.devices})"
+            for record in records
+            for number, device in enumerate(record.graph.devices)
+            if len(record.graph.rows) > 1
+        }
+        place = {device: self._workers.get(device, own.get(device, device)) for device in logical}
         place |= {device: f"{device} memory" for device in sorted(measured - logical.keys())}
         self._processes = {name: pid for pid, name in enumerate(dict.fromkeys(place.values()), self._rows.stop + 1)}
         self._devices = {device: self._processes[name] for device, name in place.items()}

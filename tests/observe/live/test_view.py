@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepSubmitted, TaskFailed
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.graph.task import Task
-from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report
@@ -85,6 +85,18 @@ def test_each_task_is_drawn_where_it_ran() -> None:
     assert [1, 1250.0, 2250.0, "F", "F0", 1, 0, None] in timeline["tasks"]
     assert timeline["kinds"] == {"F": "forward", "B": "backward", "C": "copy"}
     assert timeline["colours"]["F"] == [TaskKind.FORWARD.colour]
+
+
+def test_rows_are_those_of_replicas_and_reductions_are_drawn_there() -> None:
+    view = LiveView()
+    wiring = Wiring.chain(2).in_rows(2, [1, 1])
+    view.step_completed(simulate(lower(find_schedule("1f1b"), Shape(4, 4, 4), wiring=wiring), Costs(reduce=1.0)))
+    timeline = fold(view)["timeline"]
+    assert timeline["replica"] == 2
+    assert timeline["kinds"]["A"] == "reduce"
+    assert {task[0] for task in timeline["tasks"] if task[3] == "A"} == {0, 1, 2, 3}
+    view.step_completed(simulate(lowered()))
+    assert fold(view)["timeline"]["replica"] == 0
 
 
 def test_too_many_tasks_are_counted_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task_graph import Phase
+from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.core.predict.report import report, reports
@@ -161,6 +161,34 @@ def test_svg_says_what_each_task_waited_for() -> None:
     # A copy that takes no time is not in the picture: what it copied is named.
     stories = {story(group).partition(":")[0]: story(group) for group in tasks(root_of(simulated("1f1b")))}
     assert stories["F(0,1)"].endswith("\nwaited for F(0,0) until 1, device idle for 1")
+
+
+def in_replicas() -> StepRecord:
+    """Of one stage on two devices each; a reduction takes three quarters of a gradient's time."""
+    wiring = Wiring.chain(2).in_rows(2, [1, 1])
+    costs = Costs(copy=0.5, reduce=1.5, gather=0.5, update=0.5)
+    return simulate(lower(find_schedule("1f1b"), Shape(4, 4, 4), wiring=wiring), costs)
+
+
+def test_the_devices_of_a_replica_stand_together() -> None:
+    record = in_replicas()
+    text = text_timeline(record, copies=True, virtual=True).splitlines()
+    heads = [line.split()[:2] for line in text if line.startswith(("replica", "dev", "  reduce"))]
+    assert [head[0] if head[0] != "replica" else " ".join(head) for head in heads] == [
+        *("replica 0", "dev:0", "reduce", "dev:1", "reduce"),
+        *("replica 1", "dev:2", "reduce", "dev:3", "reduce"),
+    ]
+    assert "F forward, B backward, C copy, U update, A reduce, G gather" in text
+    root = root_of(record)
+    at = {each.text: float(each.attrib["y"]) for each in root.iter(f"{SVG}text") if each.text and ":" in each.text}
+    names = [each for each in root.iter(f"{SVG}text") if each.attrib.get("class") == "replica"]
+    lines = {each.text: float(each.attrib["y"]) for each in names}
+    assert lines["replica 0"] < at["dev:0"] < at["dev:1"] < lines["replica 1"] < at["dev:2"] < at["dev:3"]
+    # A reduction is a bar below those of copies, and does not reach the next row.
+    bars = {story(group).partition(":")[0]: rectangle_of(group) for group in tasks(root)}
+    tops = [float(bars[task].attrib["y"]) for task in ("B(1,1)", "C(1,0>1)", "A(1,0)")]
+    assert tops == sorted(set(tops))
+    assert tops[-1] + float(bars["A(1,0)"].attrib["height"]) < lines["replica 1"] - 12
 
 
 def root_of(record: StepRecord) -> ElementTree.Element:

@@ -115,6 +115,22 @@ def test_devices_are_processes_and_lanes_are_threads_numbered_from_1() -> None:
     ]
 
 
+def test_devices_are_called_after_their_replicas_and_reductions_have_a_lane() -> None:
+    graph = lower(find_schedule("gpipe"), Shape(2, 2, 2), wiring=Wiring((), rows=2, reduces=((0, 2),), updates=(0,)))
+    trace = to_chrome([simulate(graph, Costs(reduce=1.0))])
+    named = [event for event in phase(trace, "M") if event["name"].endswith("_name")]
+    names = {(event["pid"], event.get("tid")): event["args"]["name"] for event in named}
+    assert {name for (_, thread), name in names.items() if thread is None} == {
+        "steps",
+        "dev:0 (replica 0)",
+        "dev:1 (replica 1)",
+    }
+    [reduced] = [event for event in tasks(trace) if event["name"] == "A(1,1)"]
+    assert names[reduced["pid"], None] == "dev:1 (replica 1)"
+    assert names[reduced["pid"], reduced["tid"]] == "reduce"
+    assert (reduced["cat"], reduced["args"]["replica"], reduced["args"]["bucket"]) == ("reduce", 1, 1)
+
+
 def test_copies_carry_the_bytes_that_they_brought() -> None:
     record = simulated()
     first, second = (record.graph.find(TaskKind.COPY, i, 1, 0).number for i in (0, 1))
