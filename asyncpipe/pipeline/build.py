@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.ops.torch_internals import caches_parametrizations
 from asyncpipe.pipeline.graph_cache import GraphCache
 from asyncpipe.pipeline.options import PipelineOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["PipelineParts", "build", "join_stages"]
 
@@ -181,8 +184,13 @@ class PipelineParts:
             layer.discard()
 
 
-def build(model: object, devices: Sequence[Device], options: PipelineOptions) -> PipelineParts:
-    """The parts of a pipeline for ``model``, whose stages are moved to their devices. Raises before anything moves."""
+def build(
+    model: object, devices: Sequence[Device], options: PipelineOptions, mesh: DeviceMesh | None = None
+) -> PipelineParts:
+    """The parts of a pipeline for ``model``, whose stages are moved to their devices. Raises before anything moves.
+
+    ``mesh``: what the stages here are spread over, which a ``StageFactory`` builds.
+    """
     if isinstance(options.optimizer, torch.optim.Optimizer):
         name = type(options.optimizer).__name__
         raise OptionError(
@@ -197,14 +205,15 @@ def build(model: object, devices: Sequence[Device], options: PipelineOptions) ->
     schedule = find_schedule(options.schedule, order=options.order)
     names = [device.name for device in devices]
     if isinstance(model, StageFactory):
-        staged = _built_stages(model, schedule, devices, options)
+        staged = _built_stages(model, schedule, devices, options, mesh)
     elif isinstance(model, StagedModel) and model.rows > 1:
         staged = model  # As a worker gets it.
     else:
         staged = _split_into_stages(model, schedule, len(devices) // options.replicas, options)
     rows = options.replicas
     _check_leaves(staged.module)
-    _refuse_wrappers(staged.module)
+    if mesh is None:
+        _refuse_wrappers(staged.module)
     deferred = deferred_layers(staged.module)
     if compile_option is not None and deferred:
         raise OptionError(
@@ -305,7 +314,11 @@ def _compiled(stage: Stage, option: CompileOption) -> Stage:
 
 
 def _built_stages(
-    factory: StageFactory, schedule: Schedule, devices: Sequence[Device], options: PipelineOptions
+    factory: StageFactory,
+    schedule: Schedule,
+    devices: Sequence[Device],
+    options: PipelineOptions,
+    mesh: DeviceMesh | None,
 ) -> StagedModel:
     """The stages that ``factory`` builds on those of ``devices`` that are here, and the shapes of the others."""
     count = factory.stages
@@ -322,7 +335,7 @@ def _built_stages(
     placement = checked_placement(schedule, shape)
     own = {place % row for place, device in enumerate(devices) if not device.is_elsewhere}
     here = {stage for stage, place in enumerate(placement) if place in own}
-    sequence = build_stages(factory, here)
+    sequence = build_stages(factory, here, mesh)
     return stage_parts(sequence, split(sequence, [1] * count, count))
 
 
@@ -370,7 +383,8 @@ def _refuse_wrappers(module: nn.Module) -> None:
                 raise OptionError(
                     f"the layer {name!r} is wrapped in {kind.__name__}, whose collectives would wait for other "
                     "processes in an order that no schedule knows; leave the wrapper off, and train one pipeline a "
-                    "process, whose gradients you reduce yourself between step() and the optimizer"
+                    "process, whose gradients you reduce yourself between step() and the optimizer; or call fully_shard "
+                    "in the shard function of a StageFactory"
                 )
 
 

@@ -14,6 +14,8 @@ __all__ = ["why_alone"]
 
 def why_alone(parts: PipelineParts, tenancy: Tenancy, graph: TaskGraph, *, training: bool) -> str | None:
     """Why steps of ``graph`` cannot be under way together; ``None`` if they can."""
+    if parts.factory is not None and parts.factory.group > 1:
+        return "the workers that share a stage take its collectives in the order of one step"
     if graph.rule is not None:
         return "the schedule decides as it goes what comes next"
     if parts.resources.ties.links:

@@ -35,6 +35,7 @@ from asyncpipe.pipeline.profiling import resolve_auto
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
+from asyncpipe.pipeline.stage_groups import check_ordered, ranks_of
 from asyncpipe.pipeline.stages_here import StagesHere
 from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepInputs, StepOptions
@@ -78,7 +79,8 @@ class Pipeline(ModelProxy):
             # Copies of the pipeline copy the stages that it has; the trace of a copy cannot be cut in another way.
             staged = join_stages(arguments.model, len(self.devices) // arguments.replicas, arguments)
             arguments = replace(arguments, model=staged, balance="auto", loss_fn=loss_fn)
-        here = self.devices if pool.workers is None else [device.elsewhere() for device in self.devices]
+        ranks = ranks_of(arguments.model, self.devices, arguments, pool)
+        here = ranks[0] if pool.workers is None else [device.elsewhere() for device in ranks[0]]
         parts = build(arguments.model, here, arguments)
         _check_recomputation(parts)
         # Copies of the pipeline have the stages as they will be, not as they were built.
@@ -89,7 +91,7 @@ class Pipeline(ModelProxy):
         if pool.workers is None:
             stages, remote, make = StagesHere(parts), None, partial(PreparedStep, parts)
         else:
-            stages = remote = RemoteStages(parts, self.devices, tenant, pool)
+            stages = remote = RemoteStages(parts, ranks, tenant, pool)
             make = partial(RemoteStep, parts, stages=remote)
         if arguments.feed is not None:
             stages.check_feed()
@@ -195,6 +197,7 @@ class Pipeline(ModelProxy):
         """
         graphs = self._parts.graphs
         found, number = find_schedule(schedule, order=order), graphs.new_number()
+        check_ordered(self._parts.factory, found)
         graphs.add(number, found, self._parts.options.pieces, self.checkpoint)
         self._backend.add_schedule(number, found)
         graphs.number = number

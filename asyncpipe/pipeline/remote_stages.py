@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +34,7 @@ from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.stages_here import StagesHere, StagesToCome
 from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepWork
-from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Scalars
+from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Scalars, StagePlace
 from asyncpipe.pipeline.workers import check_transport
 from asyncpipe.runtime.part_messages import Call
 from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver
@@ -64,8 +64,12 @@ _USUAL_SETTINGS = ProcessSettings()
 class RemoteStages(StagesHere):
     """Coroutines are for the pool's loop, everything else for the caller's thread, unless it says otherwise."""
 
-    def __init__(self, parts: PipelineParts, devices: Sequence[Device], tenant: Tenant, pool: DevicePool) -> None:
-        """``devices`` are those of the workers; in ``parts`` all of them are elsewhere.
+    def __init__(
+        self, parts: PipelineParts, ranks: Sequence[Sequence[Device]], tenant: Tenant, pool: DevicePool
+    ) -> None:
+        """``ranks`` are the devices of the workers, where these are in groups (``stage_groups.py``) of each rank.
+
+        In ``parts`` those of rank 0 are elsewhere.
 
         Raises ``OptionError`` for functions that would have copies of parameters in workers.
         """
@@ -73,7 +77,7 @@ class RemoteStages(StagesHere):
         super().__init__(parts)
         assert pool.workers is not None
         self._pool, self._workers = pool, (workers := pool.workers)
-        self._devices = devices
+        self._ranks = ranks
         self._tenant = tenant
         self._number = workers.new_pipeline()
         self._placed: PlacedPipeline | None = None
@@ -81,14 +85,22 @@ class RemoteStages(StagesHere):
         self._connections: dict[str, WorkerConnection] = {}
         self._copied: Sequence[str] = ()
         """The workers that have copied states, to write them."""
+        devices = list(chain.from_iterable(ranks))
         self._worker_of = workers.worker_of(devices)
         check_transport(workers.transport, devices, self._worker_of)
+        self._groups = {
+            self._worker_of[first.name]: [self._worker_of[rank[place].name] for rank in ranks]
+            for place, first in enumerate(ranks[0])
+        }
+        """By worker of rank 0: those that have the same stages, by rank."""
         self._owned: dict[str, list[int]] = {name: [] for name in dict.fromkeys(self._worker_of.values())}
         """By worker: its stages."""
         for stage in parts.resources.stages:
-            self._owned[self._worker_of[stage.device.name]].append(stage.index)
+            for name in self._groups[self._worker_of[stage.device.name]]:
+                self._owned[name].append(stage.index)
         ends = [each for each in parts.resources.stages if each.position in (0, parts.stages_per_row - 1)]
-        self._fed_workers = tuple(dict.fromkeys(self._worker_of[stage.device.name] for stage in ends))
+        fed = (name for stage in ends for name in self._groups[self._worker_of[stage.device.name]])
+        self._fed_workers = tuple(dict.fromkeys(fed))
         """Where a feed makes mini-batches."""
         self._fetches: dict[int, asyncio.Task[CutInputs]] = {}
         """A mini-batch that is being made, by its number."""
@@ -143,7 +155,8 @@ class RemoteStages(StagesHere):
         self._parts.resources.forget_replicas()
         self._parts.hold_parameters()
         links = {device: self._connections[worker] for device, worker in self._worker_of.items()}
-        self._placed = PlacedPipeline(self._number, self._tenant, links)
+        others = {first: [self._connections[name] for name in names[1:]] for first, names in self._groups.items()}
+        self._placed = PlacedPipeline(self._number, self._tenant, links, others)
         self.driver.place(self._placed, self._workers.take_restarted(names))
 
     async def _open_doors(self, paths: EdgePaths) -> list[OpenedDoor]:
@@ -181,14 +194,16 @@ class RemoteStages(StagesHere):
         doors: Mapping[str, OpenedDoor],
     ) -> LoadPipeline:
         numbers = self._workers.numbers
+        members = next(names for names in self._groups.values() if name in names)
+        devices = self._ranks[rank := members.index(name)]
         return LoadPipeline(
             pipeline=self._number,
             model=model,
             is_factory=self._parts.factory is not None,
             trains=self._trains,
             options=options,
-            devices=[(device.name, self._physical(device)) for device in self._devices],
-            workers=[numbers[self._worker_of[device.name]] for device in self._devices],
+            devices=[(device.name, self._physical(device)) for device in devices],
+            workers=[numbers[self._worker_of[device.name]] for device in devices],
             names={numbers[each]: each for each in self._owned},
             me=numbers[name],
             pairs=paths.pairs,
@@ -200,7 +215,13 @@ class RemoteStages(StagesHere):
             share=self._tenant.share,
             schedule=self._schedule,
             pool=self._workers.pool_options,
+            place=StagePlace(members, rank, self._address(members)) if len(members) > 1 else None,
         )
+
+    def _address(self, members: Sequence[str]) -> str | None:
+        """Where the worker of a group reaches each other; ``None`` if that is where they reach the controller."""
+        is_local = len({self._connections[name].place.machine for name in members}) == 1
+        return "127.0.0.1" if is_local else self._workers.interface
 
     def _physical(self, device: Device) -> str:
         """The device, as its worker calls it."""
@@ -210,11 +231,17 @@ class RemoteStages(StagesHere):
 
     def _pairs(self) -> list[tuple[int, int]]:
         """The edges that steps need: both ways between the workers of stages that exchange something."""
-        numbers = [self._workers.numbers[self._worker_of[stage.device.name]] for stage in self._parts.resources.stages]
+        firsts = [self._worker_of[stage.device.name] for stage in self._parts.resources.stages]
         rows = self._parts.rows(self._parts.options.pieces)
         replicas = [(a, b) for stage in self._parts.resources.sums for a, b in combinations(rows.replicas(stage), 2)]
         ends = (*self._parts.staged.links, *self._parts.resources.ties.links, *replicas)
-        found = {(numbers[a], numbers[b]) for a, b in ends if numbers[a] != numbers[b]}
+        number = self._workers.numbers
+        found = {
+            (number[sender], number[receiver])
+            for a, b in ends
+            for sender, receiver in zip(self._groups[firsts[a]], self._groups[firsts[b]], strict=True)
+            if sender != receiver
+        }
         return sorted(found | {(b, a) for a, b in found})
 
     async def unload(self) -> None:
@@ -320,7 +347,7 @@ class RemoteStages(StagesHere):
     def result(self, execution: PartsExecution) -> PartResult:
         """What a step has left for its caller."""
         results: list[PartResult] = [
-            from_buffers(each.result) for each in execution.ended.values() if each.result is not None
+            from_buffers(each.result) for each in execution.told().values() if each.result is not None
         ]
         if len(ends := [each for each in results if each.losses.keys or each.outputs]) == 1:
             losses, counts, _, outputs = ends[0]
@@ -432,9 +459,10 @@ class RemoteStages(StagesHere):
         """
         left = {
             stage: name
-            for name, stages in self._owned.items()
-            if self._connections[name].lost is None
-            for stage in stages
+            for names in self._groups.values()
+            for name in names
+            if all(self._connections[each].lost is None for each in names)
+            for stage in self._owned[name]
         }
         count, every = self._parts.stages_per_row, len(self._parts.resources.stages)
         firsts = [next((v for v in range(j, every, count) if v in left), None) for j in range(count)]
@@ -468,9 +496,12 @@ class RemoteStages(StagesHere):
         self._call(self._ask_all("states.read", stored))
 
     async def _gathered(self, method: str) -> list[dict[str, Any]]:
-        """What each of the workers has. One is asked at a time."""
-        call = Call(self._number, method)
-        return [from_buffers(await connection.ask(call)) for connection in self._connections.values()]
+        """What each of the workers has. One is asked at a time, or one group, whose first member tells it."""
+        call, found = Call(self._number, method), []
+        for names in self._groups.values():
+            answers = await asyncio.gather(*[self._connections[name].ask(call) for name in names])
+            found.append(from_buffers(answers[0]))
+        return found
 
     def add_schedule(self, number: int, schedule: Schedule) -> None:
         if self._is_loaded and self._pool.is_open:

@@ -22,11 +22,13 @@ from asyncpipe.runtime.workers.launcher import Address
 
 __all__ = [
     "Flags",
+    "GroupValue",
     "LoadPipeline",
     "OpenedDoor",
     "PartResult",
     "Pieces",
     "Scalars",
+    "StagePlace",
 ]
 
 
@@ -66,6 +68,27 @@ class LoadPipeline:
     """The number of the schedule among the options."""
     pool: bytes = field(repr=False)
     """The options of the worker's pool, which its first pipeline makes."""
+    place: StagePlace | None = None
+    """Where stages are spread over groups of workers."""
+
+
+class StagePlace(NamedTuple):
+    """Where a worker is in the group of workers that has its stages."""
+
+    members: Sequence[str]
+    """Their names."""
+    rank: int
+    address: str | None
+    """Where the others reach it; ``None`` where the controller does."""
+
+
+class GroupValue(NamedTuple):
+    """Worker: tell the other ``members`` of my group of a pipeline, which is made."""
+
+    pipeline: int
+    members: Sequence[str]
+    key: str
+    value: bytes
 
 
 class OpenedDoor(NamedTuple):

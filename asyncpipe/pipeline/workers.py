@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import fields
 from itertools import count
 from typing import Any
@@ -24,6 +24,7 @@ from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import to_wire
 from asyncpipe.pipeline.pool_options import CONTROLLERS_ONLY, PoolOptions
+from asyncpipe.pipeline.wire_messages import GroupValue
 from asyncpipe.runtime.part_messages import Call, EdgeBroken, PartEnded, received
 from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.workers.connection import WorkerConnection
@@ -217,6 +218,13 @@ class Workers:
     def _received(self, worker: WorkerConnection, message: Any) -> None:
         if isinstance(message, EdgeBroken):
             self.driver.edge_broken(message.pipeline, message.error)
+            return
+        if isinstance(message, GroupValue):
+            for name in message.members:
+                if name != worker.name and name in self.up:
+                    with suppress(WorkerLostError):
+                        told = Call(message.pipeline, "put", (message.key, message.value))
+                        self.up[name].send(told, urgent=True)
             return
         assert isinstance(message, PartEnded)
         if message.freed and worker.batches is not None:

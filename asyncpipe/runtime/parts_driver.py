@@ -78,6 +78,9 @@ class PartsDriver(StepDriver[PartsExecution]):
             worker = pipeline.workers[task.lane.device]
             workers[worker.name] = worker
             tasks.setdefault(worker.name, []).append(task.number)
+        for name in tuple(workers):
+            for other in pipeline.others.get(name, ()):
+                workers[other.name], tasks[other.name] = other, tasks[name]
         for worker in workers.values():
             if worker.lost is not None:
                 raise worker.lost.while_running(())

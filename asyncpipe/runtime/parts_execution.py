@@ -69,11 +69,23 @@ class WorkerLink(Protocol):
 class PlacedPipeline:
     """A pipeline whose stages are in workers. If one of these is lost, the pipeline cannot be used any more."""
 
-    def __init__(self, number: int, tenant: Tenant, workers: Mapping[str, WorkerLink]) -> None:
-        """``workers`` by name of the device. A worker that takes the place of a lost one knows nothing of it."""
+    def __init__(
+        self,
+        number: int,
+        tenant: Tenant,
+        workers: Mapping[str, WorkerLink],
+        others: Mapping[str, Sequence[WorkerLink]] | None = None,
+    ) -> None:
+        """``workers`` by name of the device. A worker that takes the place of a lost one knows nothing of it.
+
+        ``others``, by name of a worker, run the same parts.
+        """
         self.number = number
         self.tenant = tenant
         self.workers = workers
+        self.others = others or {}
+        self.followers = frozenset(each.name for same in self.others.values() for each in same)
+        """The names of all those."""
         self.times = JobAccount(tenant.share.job, True, tenant.share)
         """How long its tasks take."""
         self.compilations: list[Compilation] = []
@@ -118,18 +130,35 @@ class PartsExecution(DrivenStep):
         self._record: StepRecord | None = None
         self._over = 0.0
 
+    def told(self) -> dict[str, PartEnded]:
+        """What the workers have told, once they have ended. Of those that run the same part, one; the first to fail.
+
+        Where a worker failed because another one of its group did, the other one is to blame.
+        """
+        if not self.pipeline.followers:
+            return self.ended
+        parts = dict(self.ended)
+        failed = [part for part in parts.values() if _fault(part)[0] == 0]
+        for name, others in self.pipeline.others.items():
+            if name in parts:
+                parts[name] = min(parts[name], *(parts.pop(each.name) for each in others), key=_fault)
+        if failed or self.error is not None:
+            parts = {name: _blameless(part) for name, part in parts.items()}
+        return parts
+
     def record(self) -> StepRecord:
         """Its record, once it is ``done``. From any thread. It is made when somebody asks for it."""
         with self._made:
             if self._record is None:
                 self._agree()
-                parts = [WorkerPart(frozenset(self.tasks[name]), part.events) for name, part in self.ended.items()]
+                told = self.told()
+                parts = [WorkerPart(frozenset(self.tasks[name]), part.events) for name, part in told.items()]
                 share = self.tenant.share
                 record = parts_record(
                     self.number, self.graph, share, self.started, parts, self._over, self.error, after=self.follows
                 )
                 workers = {name: _worker_notes(self, worker) for name, worker in self.workers.items()}
-                notes = StepNotes.merged({name: part.notes for name, part in self.ended.items()}, workers)
+                notes = StepNotes.merged({name: part.notes for name, part in told.items()}, workers)
                 self._record = replace(record, notes=notes)
             return self._record
 
@@ -137,7 +166,7 @@ class PartsExecution(DrivenStep):
         """Have the times of workers on several machines agree with the messages between them."""
         crossings = []
         for name, part in self.ended.items():
-            for (task, _), left in part.notes.left.items():
+            for (task, _), left in () if name in self.pipeline.followers else part.notes.left.items():
                 receiver = self.pipeline.workers[self.graph.tasks[task].lane.device].name
                 arrived = self.ended[receiver].notes.arrived.get(task) if receiver in self.ended else None
                 if arrived is not None:
@@ -153,10 +182,22 @@ class PartsExecution(DrivenStep):
     def finish(self, now: float) -> StepCompleted:
         """All its parts have ended: how it has."""
         self._over = now
-        tasks = Counter(type(event) for part in self.ended.values() for _, event in part.events)
+        tasks = Counter(type(event) for part in self.told().values() for _, event in part.events)
         if self.error is None and not tasks[TaskFailed] and tasks[TaskCompleted] == len(self.graph.tasks):
             return StepCompleted(self.number, Outcome.OK)
         return next(event for _, event in reversed(self.record().journal) if isinstance(event, StepCompleted))
+
+
+def _fault(part: PartEnded) -> tuple[int, float]:
+    """Whether a task has failed (0), or only since others did (1), or none has, and when."""
+    failures = [(int(isinstance(event.error, EdgeError)), at) for at, event in part.events if isinstance(event, TaskFailed)]
+    return min(failures, default=(2, 0.0))
+
+
+def _blameless(part: PartEnded) -> PartEnded:
+    """``part`` without tasks that failed since others did."""
+    kept = [(at, each) for at, each in part.events if not (isinstance(each, TaskFailed) and isinstance(each.error, EdgeError))]
+    return part if len(kept) == len(part.events) else replace(part, events=kept)
 
 
 def _worker_notes(execution: PartsExecution, worker: WorkerLink) -> WorkerNotes:

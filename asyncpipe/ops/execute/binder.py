@@ -40,6 +40,7 @@ from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.execute.surroundings import Surroundings
 from asyncpipe.ops.execute.update_undo import UpdateUndo
 from asyncpipe.ops.model.replicas import Twins
+from asyncpipe.ops.model.sharded import gradient_norm
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.model.ties import Ties
 
@@ -324,7 +325,7 @@ class Binder:
                 self._resources.guard.commit_some(parameters)
             if self._plan.gradient_norms and (self._graph.wiring.shards or not self._rows.stage_row(task.stage)):
                 gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-                self._tensors.gradient_norms[task.stage] = nn.utils.get_total_norm(gradients)
+                self._tensors.gradient_norms[task.stage] = gradient_norm(gradients)
         if self._plan.learning_rate is not None:
             set_learning_rate(optimizer, self._plan.learning_rate)
         self._resources.undo.save(self._tensors, optimizer)

@@ -16,6 +16,7 @@ from asyncpipe.errors import StateDictError
 from asyncpipe.ops.execute.host_optimizer import original, updated_by
 from asyncpipe.ops.execute.optimizer_shards import cut, joined, piece_of
 from asyncpipe.ops.model.replicas import Twins
+from asyncpipe.ops.model.sharded import sharded_as
 
 __all__ = [
     "check_optimizer_states",
@@ -93,7 +94,9 @@ def load_optimizer_states(
             if names.get(owner) in states:
                 state = states[names[owner]]
                 found[number] = {
-                    key: _copied(value if piece is None else cut(value, owner, piece.start, parameter.numel()))
+                    key: _copied(
+                        sharded_as(value, owner) if piece is None else cut(value, owner, piece.start, parameter.numel())
+                    )
                     for key, value in state.items()
                 }
         optimizer.load_state_dict({"state": found, "param_groups": own["param_groups"]})

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncpipe.ops.model.sharded import whole
+
 __all__ = ["copied_to_cpu", "read_state", "write_state"]
 
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -67,12 +69,16 @@ _CopiedTensors = dict[tuple[object, ...], Tensor]
 
 
 def copied_to_cpu(value: Any) -> Any:
-    """A deep copy of ``value`` with its tensors on the CPU; a tensor that occurs twice is copied once."""
+    """A deep copy of ``value`` with its tensors on the CPU; a tensor that occurs twice is copied once.
+
+    DTensors are whole in it, so all of a group must call this at once.
+    """
     return _on_cpu(value, {})
 
 
 def _on_cpu(value: Any, copies: _CopiedTensors) -> Any:
     if isinstance(value, Tensor):
+        value = whole(value)
         if value.layout is not torch.strided:
             return value.detach().to("cpu", copy=True)
         key = (value.device, value.dtype, value.data_ptr(), value.shape, value.stride())

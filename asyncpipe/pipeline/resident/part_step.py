@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
+from asyncpipe.core.engine.events import Outcome, TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.part import Part
 from asyncpipe.core.hangs.reports import PartReport
 from asyncpipe.core.records.parts_record import TaskEvent
@@ -67,6 +67,8 @@ class PartStep(PreparedStep):
         self._came: dict[tuple[int, int], float] = {}
         """By task (of the whole graph) and its dependency, when the message came."""
         self.execution: Execution | None = None
+        self.is_whole = False
+        """Whether all its tasks have run, once it has ended."""
 
     def begin(self, after: Execution | None) -> None:
         """Begin it behind ``after``, which may be under way."""
@@ -110,6 +112,7 @@ class PartStep(PreparedStep):
             error = caught
         await execution.done
         record = execution.record()
+        self.is_whole = record.outcome is Outcome.OK
         events, notes = self._events(record), self._notes(record.notes)
         use = None if self._use is None else self._use()
         return portable(self._worker, PartEnded(self.number, events, notes, error, result, use=use))

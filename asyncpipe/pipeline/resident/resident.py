@@ -16,6 +16,7 @@ from asyncpipe.errors import PipelineClosedError
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, from_wire
+from asyncpipe.ops.edges.stage_group import StageGroup
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.reductions import Reductions
 from asyncpipe.ops.execute.step_tensors import StepTensors
@@ -44,8 +45,11 @@ MOST_BATCHES = 3
 class Resident:
     """Used on the worker's loop. ``Call`` names methods of this object, and of its ``states`` and ``links``."""
 
-    def __init__(self, load: LoadPipeline, pool: DevicePool, control: ControlClient) -> None:
-        """Raises what ``build`` raises."""
+    def __init__(
+        self, load: LoadPipeline, pool: DevicePool, control: ControlClient, group: StageGroup | None = None
+    ) -> None:
+        """Raises what ``build`` raises. ``group``: of the workers that have the stages together; this then blocks."""
+        self.group = group
         own = [physical for (_, physical), worker in zip(load.devices, load.workers, strict=True) if worker == load.me]
         resolve_devices(own)  # The controller may be on another host.
         named = [Device(name, torch.device(physical)) for name, physical in load.devices]
@@ -57,12 +61,14 @@ class Resident:
         self._own = [device for device in devices if not device.is_elsewhere]
         self._worker = control.name
         load.settings.apply()
-        self._parts: PipelineParts = build(_model(load), devices, from_wire(load.options))
+        self._parts: PipelineParts = build(
+            _model(load), devices, from_wire(load.options), None if group is None else group.mesh
+        )
         self._parts.graphs.renumber(load.schedule)
         self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
         self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
         self.links = Links(self._load, control)
-        self.states = StageStates(self._parts, self._check_idle)
+        self.states = StageStates(self._parts, self._check_idle, None if load.place is None else load.place.rank)
         self._made: dict[int, CutInputs] = {}
         """Mini-batches of the feed that wait for their steps, by number."""
         self._line: object = None
@@ -83,6 +89,8 @@ class Resident:
         """Wait for steps under way, and end what belongs to the pipeline."""
         await drive(self._tenancy.closed())
         await asyncio.to_thread(self.links.close)
+        if self.group is not None:
+            await asyncio.to_thread(self.group.close)
 
     # Steps
 
@@ -98,6 +106,8 @@ class Resident:
 
     def _start(self, start: StartPart, work: StepWork) -> PartStep:
         self.links.advance(work.epoch)
+        if self.group is not None:
+            self.group.advance(work.epoch)
         (work.settings or ProcessSettings()).apply()
         inputs = work.inputs
         if (number := inputs.batch.number) is not None:
@@ -151,6 +161,8 @@ class Resident:
         """Begin no more tasks of a step, and of those that follow it."""
         if (step := self.links.steps.get(number)) is not None:
             step.stop()
+        if self.group is not None:
+            self.group.exchange.stop()
 
     def settle(self, number: int, keep: bool) -> None:
         """A step is over in all workers: keep what it has left in gradients and buffers, or undo it."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from asyncpipe.core.hangs.reports import AskedFor, WorkerReport
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.ops.device.wire import from_wire
+from asyncpipe.ops.edges.stage_group import Exchange, StageGroup
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.resident.resident import Resident
 from asyncpipe.pipeline.resident.self_report import running_reports, stacks
-from asyncpipe.pipeline.wire_messages import LoadPipeline, OpenedDoor
+from asyncpipe.pipeline.wire_messages import GroupValue, LoadPipeline, OpenedDoor
 from asyncpipe.runtime.part_messages import Call, PartEnded, StartPart, portable
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.door import Door
@@ -43,6 +46,8 @@ class _ResidentStages:
         self._doors: dict[int, Door] = {}
         """Of pipelines that are not loaded yet."""
         self._ending: set[asyncio.Task[None]] = set()
+        self._exchanges: dict[int, Exchange] = {}
+        """Of pipelines whose stages are spread over groups of workers; another one of a group may be earlier."""
 
     async def run(self) -> None:
         self._control.answer_queries(self._report)
@@ -65,11 +70,14 @@ class _ResidentStages:
                 return self._load(message)
             case Call(pipeline=int(number), method="open_door"):
                 return self._open_door(number, *message.arguments)
+            case Call(pipeline=int(number), method="put"):
+                self._exchange(number).put(*message.arguments)
             case Call(pipeline=int(number), method="give_up"):
                 self._give_up(number)
             case Call(pipeline=int(number), method="unload"):
                 # It may not have been loaded here, since another worker could not load.
                 self._close_door(number)
+                self._exchanges.pop(number, None)
                 return None if (resident := self._residents.pop(number, None)) is None else resident.close()
             case Call(pipeline=int(number)) if (resident := self._residents.get(number)) is not None:
                 return attrgetter(message.method)(resident)(*message.arguments)
@@ -98,7 +106,7 @@ class _ResidentStages:
             self._pool.open_here(self._control.board)
         door = self._doors.get(load.pipeline)
         try:
-            resident = Resident(load, self._pool, self._control)
+            resident = await self._resident(load, self._pool)
             try:
                 await resident.open(door)
             except BaseException:
@@ -107,6 +115,26 @@ class _ResidentStages:
         finally:
             self._close_door(load.pipeline)
         self._residents[load.pipeline] = resident
+
+    async def _resident(self, load: LoadPipeline, pool: DevicePool) -> Resident:
+        if (place := load.place) is None:
+            return Resident(load, pool, self._control)
+        address = place.address or self._control.place.address
+        exchange = self._exchange(load.pipeline)
+        exchange.name(partial(self._tell_group, load.pipeline, place.members))
+        group = StageGroup(self._control.name, place.rank, len(place.members), address, exchange)
+        try:
+            # To build stages takes collectives, and messages come on this loop.
+            return await asyncio.to_thread(Resident, load, pool, self._control, group)
+        except BaseException:
+            await asyncio.to_thread(group.close)
+            raise
+
+    def _exchange(self, pipeline: int) -> Exchange:
+        return self._exchanges.setdefault(pipeline, Exchange())
+
+    def _tell_group(self, pipeline: int, members: Sequence[str], key: str, value: bytes) -> None:
+        self._control.send(GroupValue(pipeline, members, key, value), urgent=True)
 
     def _open_door(self, pipeline: int, me: int, is_local: bool, is_remote: bool, interface: str | None) -> OpenedDoor:
         """Let in other workers of the same machine, and those of others, at ``interface`` or where the controller does.
@@ -129,6 +157,8 @@ class _ResidentStages:
     def _give_up(self, pipeline: int) -> None:
         if (door := self._doors.get(pipeline)) is not None:
             door.give_up()
+        if (exchange := self._exchanges.get(pipeline)) is not None:
+            exchange.stop()
 
     def _start(self, start: StartPart) -> None:
         resident = self._residents[start.pipeline]
@@ -139,12 +169,15 @@ class _ResidentStages:
         except Exception as error:  # noqa: BLE001 - the controller raises it
             self._tell(PartEnded(start.step, (), StepNotes(), error))
             return
-        ending = asyncio.create_task(self._end(step))
+        ending = asyncio.create_task(self._end(resident, step))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    async def _end(self, step: PartStep) -> None:
-        self._send(await step.ended())
+    async def _end(self, resident: Resident, step: PartStep) -> None:
+        ended = await step.ended()
+        if resident.group is not None and not step.is_whole:
+            await asyncio.to_thread(resident.group.drop)
+        self._send(ended)
 
     def _tell(self, ended: PartEnded) -> None:
         self._send(portable(self._control.name, ended))

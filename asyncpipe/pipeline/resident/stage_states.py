@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,32 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import from_buffers, to_buffers
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.execute.stage_files import StoredStages, copied_stages, stored_model, stored_optimizers
+from asyncpipe.ops.model.sharded import sharded_as, whole
 from asyncpipe.ops.model.shipping import NamedState, state_names
 from asyncpipe.ops.model.state_files import write_state
 from asyncpipe.pipeline.build import PipelineParts
 
 __all__ = ["StageStates"]
 
+_Given = list[pickle.PickleBuffer] | Awaitable[list[pickle.PickleBuffer]]
+
 
 class StageStates:
     """Used on the worker's loop. ``Call`` names these methods, and its arguments are theirs."""
 
-    def __init__(self, parts: PipelineParts, check_idle: Callable[[], None]) -> None:
-        """``check_idle`` raises ``PipelineClosedError`` while a step is under way here."""
+    def __init__(self, parts: PipelineParts, check_idle: Callable[[], None], rank: int | None = None) -> None:
+        """``check_idle`` raises ``PipelineClosedError`` while a step is under way here.
+
+        ``rank`` is the worker's in the group that has its stages together. Its members make states whole together, and
+        the first of them gives them away.
+        """
+        self._rank = rank
         self._parts = parts
         self._check_idle = check_idle
         self._copies: dict[str, Any] = {}
         """Copies that are still to be written."""
 
-    def model(self) -> list[pickle.PickleBuffer]:
+    def model(self) -> _Given:
         """The own entries of the unsplit model's state, as ``to_buffers``; a tensor under its first name only.
 
         They are the stages' own memory, while no step runs.
@@ -38,7 +46,17 @@ class StageStates:
         self._check_idle()
         whole = self._parts.module.state_dict()
         state = {name: whole[name] for name, named in self._own_names().items() if named.first == name}
-        return to_buffers(state, "the state of the model")
+        return self._given(state, "the state of the model")
+
+    def _given(self, state: dict[str, Any], what: str) -> _Given:
+        if self._rank is None:
+            return to_buffers(state, what)
+        # Others of the group may still have to make it anew, for which messages come on this loop.
+        return asyncio.to_thread(self._made_whole, state, what)
+
+    def _made_whole(self, state: dict[str, Any], what: str) -> list[pickle.PickleBuffer]:
+        found = whole(state)
+        return to_buffers({} if self._rank else found, what)
 
     def load_model(self, buffers: Sequence[Any]) -> None:
         """Take over what concerns the own stages."""
@@ -49,21 +67,21 @@ class StageStates:
         # What modules load depends on the versions that are noted beside their state. What other workers have goes
         # along as it is, since batch norms make up what they miss.
         own = self._parts.module.state_dict()
-        own.update((name, state[name]) for name in self._own_names() if name in state)
+        own.update((name, sharded_as(state[name], own[name])) for name in self._own_names() if name in state)
         self._parts.module.load_state_dict(own)
         names = {parameter: name for name, parameter in self._parts.module.named_parameters()}
         for twin, parameter in self._parts.resources.ties.twins.of(names).items():
             if not twin.is_meta and names[parameter] in state:
                 twin.data.copy_(state[names[parameter]])
 
-    def optimizers(self) -> list[pickle.PickleBuffer]:
+    def optimizers(self) -> _Given:
         """What the own optimizers remember, as ``optimizer_states`` and ``to_buffers``; of replicas, once."""
         self._check_idle()
         resources = self._parts.resources
         stages = self._parts.stages_with_states
         own = [each for stage, each in resources.optimizers.items() if stage in stages]
         states = optimizer_states(own, self._parts.module, resources.ties.twins)
-        return to_buffers(states, "the state of the optimizers")
+        return self._given(states, "the state of the optimizers")
 
     def load_optimizers(self, buffers: Sequence[Any]) -> None:
         """Take over those of the own stages."""
@@ -74,12 +92,19 @@ class StageStates:
         resources = self._parts.resources
         load_optimizer_states(resources.optimizers.values(), self._parts.module, states, resources.ties.twins)
 
-    def copy(self, stages: Collection[int], updated: Collection[int]) -> None:
+    def copy(self, stages: Collection[int], updated: Collection[int]) -> Awaitable[None] | None:
         """Copy what these own ``stages`` have of the model, and the states of the ``updated`` stages' optimizers."""
         self._check_idle()
+        if self._rank is not None:
+            return asyncio.to_thread(self._copy, stages, updated)
+        self._copy(stages, updated)
+        return None
+
+    def _copy(self, stages: Collection[int], updated: Collection[int]) -> None:
         resources = self._parts.resources
         optimizers = {stage: each for stage, each in resources.optimizers.items() if stage in updated}
-        self._copies = copied_stages(self._parts.staged, stages, optimizers, resources.ties.twins)
+        copies = copied_stages(self._parts.staged, stages, optimizers, resources.ties.twins)
+        self._copies = {} if self._rank else copies
 
     async def write_copies(self, folder: Path) -> dict[str, str]:
         """Write them to files in ``folder``; returns the SHA-256 of each, by name. Steps go on meanwhile."""
