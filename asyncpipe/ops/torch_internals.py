@@ -630,8 +630,9 @@ def gloo_group(store: Any, rank: int, size: int, address: str) -> Any:
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
-    made: Any = torch.distributed.ProcessGroup(torch.distributed.HashStore(), rank, size)  # type: ignore[call-arg, arg-type]
-    kind = torch.distributed.ProcessGroup.BackendType.GLOO
+    group, hash_store = torch.distributed.ProcessGroup, torch.distributed.HashStore  # type: ignore[attr-defined]
+    made: Any = group(hash_store(), rank, size)
+    kind = group.BackendType.GLOO
     made._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, options))
     made._set_default_backend(kind)
     made._set_group_name("stage")

@@ -39,6 +39,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
 from asyncpipe.ops.model.replicas import replicated
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
+from asyncpipe.ops.model.sharded import refuse_split_backwards
 from asyncpipe.ops.model.stage import Stage, StagedModel
 from asyncpipe.ops.model.stage_compiler import CallsStage, StageCompiler, check_compiler
 from asyncpipe.ops.model.stage_factory import StageFactory, build_stages
@@ -226,6 +227,8 @@ def build(
     graphs = GraphCache(schedule, names, Wiring(staged.links, rows=rows), len(staged.stages), tuple(offload) * rows)
     checkpoint = CheckpointMode(options.checkpoint)
     graph = graphs(options.pieces, Phase.STEP, checkpoint, True)
+    if mesh is not None:
+        refuse_split_backwards(staged.module, graph)
     stages, ties = place(staged, graph.placement, devices)
     if compile_option is not None:
         if compile_option.cuda_graphs and any(True for _ in ties.all()):
@@ -383,8 +386,8 @@ def _refuse_wrappers(module: nn.Module) -> None:
                 raise OptionError(
                     f"the layer {name!r} is wrapped in {kind.__name__}, whose collectives would wait for other "
                     "processes in an order that no schedule knows; leave the wrapper off, and train one pipeline a "
-                    "process, whose gradients you reduce yourself between step() and the optimizer; or call fully_shard "
-                    "in the shard function of a StageFactory"
+                    "process, whose gradients you reduce yourself between step() and the optimizer; or give "
+                    "StageFactory a shard function that calls fully_shard"
                 )
 
 

@@ -41,10 +41,14 @@ def ranks_of(
     if len(devices) % group:
         raise OptionError(f"{whose}, and {len(devices)} devices are no multiple of {group}; give each stage {group}")
     if accelerators := [device.name for device in devices if device.is_accelerator]:
-        raise OptionError(f"{whose} over gloo, whose tensors are on CPUs; use CPU devices in place of {accelerators[0]}")
+        raise OptionError(
+            f"{whose} over gloo, whose tensors are on CPUs; use CPU devices in place of {accelerators[0]}"
+        )
     workers = pool.workers.worker_of(devices)
     if len(set(workers.values())) < len(devices):
-        raise OptionError(f"{whose}, whose collectives need one order in a worker; give each device a worker of its own")
+        raise OptionError(
+            f"{whose}, whose collectives need one order in a worker; give each device a worker of its own"
+        )
     wanted = {
         "replicas": options.replicas > 1,
         "compile": CompileOption.parse(options.compile) is not None,

@@ -190,13 +190,19 @@ class PartsExecution(DrivenStep):
 
 def _fault(part: PartEnded) -> tuple[int, float]:
     """Whether a task has failed (0), or only since others did (1), or none has, and when."""
-    failures = [(int(isinstance(event.error, EdgeError)), at) for at, event in part.events if isinstance(event, TaskFailed)]
+    failures = [
+        (int(isinstance(event.error, EdgeError)), at) for at, event in part.events if isinstance(event, TaskFailed)
+    ]
     return min(failures, default=(2, 0.0))
 
 
 def _blameless(part: PartEnded) -> PartEnded:
     """``part`` without tasks that failed since others did."""
-    kept = [(at, each) for at, each in part.events if not (isinstance(each, TaskFailed) and isinstance(each.error, EdgeError))]
+    kept = [
+        (at, each)
+        for at, each in part.events
+        if not (isinstance(each, TaskFailed) and isinstance(each.error, EdgeError))
+    ]
     return part if len(kept) == len(part.events) else replace(part, events=kept)
 
 

@@ -22,9 +22,8 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
-import torch
 from torch import distributed
-from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncpipe.errors import EdgeError, OptionError
@@ -79,7 +78,10 @@ class Exchange:
         return all(key in self._values for key in keys)
 
     def get(self, key: str, gone: str, until: float) -> bytes:
-        """What was said. Raises ``EdgeError`` if somebody says ``gone``, at the monotonic time ``until``, or if stopped."""
+        """What was said.
+
+        Raises ``EdgeError`` if somebody says ``gone``, at the monotonic time ``until``, or once it is stopped.
+        """
         with self._changed:
             while key not in self._values:
                 if self._is_stopped or gone in self._values or time.monotonic() >= until:
@@ -113,16 +115,19 @@ class _EpochStore(Store):
 
 
 class StageGroup(ProcessGroup):
-    """The process's default group in torch. Its collectives wait on the host, so a failure is raised where it happens."""
+    """The process's default group in torch.
+
+    Its collectives wait on the host, so a failure is raised where it happens.
+    """
 
     def __init__(self, worker: str, rank: int, size: int, address: str, exchange: Exchange) -> None:
-        """``address`` is that of this machine at which the others reach it. Raises ``OptionError`` if there is a group."""
+        """``address`` is that at which the others reach this machine. Raises ``OptionError`` if there is a group."""
         if distributed.is_initialized():
             raise OptionError(
                 f"worker {worker!r} has a default process group already, of another pipeline whose stages shard "
                 "themselves or of the model's own code; give this pipeline a pool of its own, or close the other one"
             )
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = ""
         self._place = rank, size, address
         self.exchange = exchange
@@ -132,7 +137,7 @@ class StageGroup(ProcessGroup):
         self._turn = threading.Lock()
         backend = f"asyncpipe{next(_numbers)}"
         distributed.Backend.register_backend(backend, lambda *_: self, devices=["cpu"])
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=rank, world_size=size)
+        distributed.init_process_group(backend, store=HashStore(), rank=rank, world_size=size)
         self.mesh = DeviceMesh.from_group(self, "cpu", mesh_dim_names=("group",))
         """The group as a mesh of one dimension."""
 
@@ -173,15 +178,17 @@ class StageGroup(ProcessGroup):
         except RuntimeError as error:
             if isinstance(error, EdgeError):
                 raise
-            raise EdgeError(f"{name} failed, since another worker of the stage's group is gone or has failed") from error
+            raise EdgeError(
+                f"{name} failed, since another worker of the stage's group is gone or has failed"
+            ) from error
 
     # What torch asks of a group besides collectives.
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         return "gloo"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     def _set_group_name(self, name: str) -> None:

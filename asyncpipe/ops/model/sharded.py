@@ -6,8 +6,8 @@
                       │               all-reduce, all-gather …  │
     worker b    x ──▶ │ block: its heads ──┘                    │ ──▶ y
 
-Their parameters are DTensors, which know the whole shape. Collectives run inside the stage's tasks, on the thread of its
-device. Those of a group take them in the same order, since all of them run the same ordered schedule.
+Their parameters are DTensors, which know the whole shape. Collectives run inside the stage's tasks, on the thread of
+its device. Those of a group take them in the same order, since all of them run the same ordered schedule.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.errors import OptionError, StageError
+from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.kinds import TaskKind
+from asyncpipe.errors import OptionError, ScheduleError, StageError
 from asyncpipe.ops.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["gradient_norm", "is_sharded", "shard_stage", "sharded_as", "whole"]
+__all__ = ["gradient_norm", "is_sharded", "refuse_split_backwards", "shard_stage", "sharded_as", "whole"]
 
 _T = TypeVar("_T")
 
@@ -36,7 +38,9 @@ def is_sharded(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def shard_stage(shard: Callable[[nn.Module, DeviceMesh], object], module: nn.Module, mesh: DeviceMesh, stage: int) -> None:
+def shard_stage(
+    shard: Callable[[nn.Module, DeviceMesh], object], module: nn.Module, mesh: DeviceMesh, stage: int
+) -> None:
     """Have ``shard`` spread ``module`` over ``mesh``, and have what passes its ends be plain tensors.
 
     Raises ``OptionError`` if parameters and buffers have not the names and whole shapes that they had.
@@ -53,7 +57,9 @@ def shard_stage(shard: Callable[[nn.Module, DeviceMesh], object], module: nn.Mod
         )
     for part in module.modules():
         if callable(again := getattr(part, "set_reshard_after_forward", None)):
-            again(True)  # Of FSDP2: between two steps the module must have its own parameters, after forwards alone too.
+            again(
+                True
+            )  # Of FSDP2: between two steps the module must have its own parameters, after forwards alone too.
 
     def take(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return _mapped(_passed, (args, kwargs))
@@ -70,6 +76,17 @@ def shard_stage(shard: Callable[[nn.Module, DeviceMesh], object], module: nn.Mod
     module.register_forward_hook(give)
 
 
+def refuse_split_backwards(module: nn.Module, graph: TaskGraph) -> None:
+    """Raise ``ScheduleError`` if ``graph`` splits backwards, and ``module`` frees its weights behind the first half."""
+    if any(task.kind is TaskKind.WEIGHT_GRADIENT for task in graph.tasks) and any(
+        hasattr(part, "set_reshard_after_forward") for part in module.modules()
+    ):
+        raise ScheduleError(
+            "a stage is sharded by fully_shard, which frees its weights after the backward, and the schedule splits "
+            "backwards into two; use one that does not, as '1f1b', or shard by parallelize_module"
+        )
+
+
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(each.shape) for name, each in (*module.named_parameters(), *module.named_buffers())}
 
@@ -83,7 +100,7 @@ class _Passed(torch.autograd.Function):
         return plain.view_as(plain)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return _unwrapped(gradient)
 
 
@@ -94,7 +111,8 @@ def _passed(value: Any) -> Any:
 def _unwrapped(value: Tensor) -> Tensor:
     """The tensor inside an ``AsyncCollectiveTensor``."""
     wait = None if type(value) in (Tensor, nn.Parameter) else getattr(value, "wait", None)
-    return value if wait is None else wait()
+    plain: Tensor = value if wait is None else wait()
+    return plain
 
 
 def whole(values: _T) -> _T:
@@ -113,7 +131,7 @@ def sharded_as(value: Any, like: Tensor) -> Any:
     """What this process has of the whole tensor ``value``, if ``like`` is a DTensor of that shape. No collective."""
     if not (is_sharded(like) and isinstance(value, Tensor) and value.shape == like.shape):
         return value
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - takes long, and is there already
+    from torch.distributed.tensor import distribute_tensor  # Takes long, and is there already.
 
     sharded: Any = like
     return distribute_tensor(value.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
@@ -126,4 +144,5 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(gradients)
     parts: Iterable[Tensor] = (sharded, [each for each in gradients if not is_sharded(each)])  # type: ignore[assignment]
     norms = [whole(nn.utils.get_total_norm(part)) for part in parts if part]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total

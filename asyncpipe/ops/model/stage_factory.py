@@ -59,8 +59,8 @@ class StageFactory:
     """How many workers share each stage: of the pipeline's devices, the first so many are stage 0's place, and so on.
     They get the same micro-batches and take the same steps."""
     shard: str | Callable[[nn.Module, DeviceMesh], object] | None = None
-    """``shard(module, mesh)`` spreads a stage's module over its group, in place: by DTensor's ``parallelize_module``, or
-    FSDP2's ``fully_shard``. ``mesh`` is the stage's ``DeviceMesh``, of one dimension. Called in each worker of the
+    """``shard(module, mesh)`` spreads a stage's module over its group, in place: by DTensor's ``parallelize_module``,
+    or FSDP2's ``fully_shard``. ``mesh`` is the stage's ``DeviceMesh``, of one dimension. Called in each worker of the
     group. What the module takes and returns stays plain tensors, equal in all of the group."""
 
     def __post_init__(self) -> None:

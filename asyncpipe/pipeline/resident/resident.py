@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from asyncpipe.core.graph.part import Part, part
-from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.hangs.reports import WorkerReport
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.ops.device.devices import Device, resolve_devices
@@ -20,6 +20,7 @@ from asyncpipe.ops.edges.stage_group import StageGroup
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.reductions import Reductions
 from asyncpipe.ops.execute.step_tensors import StepTensors
+from asyncpipe.ops.model.sharded import refuse_split_backwards
 from asyncpipe.ops.model.shipping import receive_model
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.stage_factory import StageFactory
@@ -186,6 +187,9 @@ class Resident:
         """Know another schedule, which later steps may follow."""
         parts = self._parts
         parts.graphs.add(number, from_wire(schedule), parts.options.pieces, parts.checkpoint)
+        if self.group is not None:
+            graph = parts.graphs(parts.options.pieces, Phase.STEP, parts.checkpoint, True, number)
+            refuse_split_backwards(parts.module, graph)
 
     def _part(self, graph: TaskGraph) -> Part:
         if graph not in self._parts_of:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -46,6 +47,8 @@ class _ResidentStages:
         self._doors: dict[int, Door] = {}
         """Of pipelines that are not loaded yet."""
         self._ending: set[asyncio.Task[None]] = set()
+        self._group_turn = asyncio.Lock()
+        """Held while a group is made: one that could not be made ends before the next one begins."""
         self._exchanges: dict[int, Exchange] = {}
         """Of pipelines whose stages are spread over groups of workers; another one of a group may be earlier."""
 
@@ -106,12 +109,13 @@ class _ResidentStages:
             self._pool.open_here(self._control.board)
         door = self._doors.get(load.pipeline)
         try:
-            resident = await self._resident(load, self._pool)
-            try:
-                await resident.open(door)
-            except BaseException:
-                await resident.close()
-                raise
+            async with nullcontext() if load.place is None else self._group_turn:
+                resident = await self._resident(load, self._pool)
+                try:
+                    await resident.open(door)
+                except BaseException:
+                    await resident.close()
+                    raise
         finally:
             self._close_door(load.pipeline)
         self._residents[load.pipeline] = resident
