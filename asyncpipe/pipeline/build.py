@@ -385,9 +385,8 @@ def _refuse_wrappers(module: nn.Module) -> None:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
                 raise OptionError(
                     f"the layer {name!r} is wrapped in {kind.__name__}, whose collectives would wait for other "
-                    "processes in an order that no schedule knows; leave the wrapper off, and train one pipeline a "
-                    "process, whose gradients you reduce yourself between step() and the optimizer; or give "
-                    "StageFactory a shard function that calls fully_shard"
+                    "processes in an order that no schedule knows; leave the wrapper off, and give replicas= (and "
+                    "shard_optimizer=True) in its place; or give StageFactory a shard function that calls fully_shard"
                 )
 
 

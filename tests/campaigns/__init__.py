@@ -18,6 +18,7 @@ environment variable sets; those stay beside the code that they test. What is he
     service/       floods, faults and a full house, made to happen to a real service
     packaging/     the wheel, in an empty environment beside another torch
     launchers.py   the example on threads, processes, Ray and torchrun
+    gpt2_replicas.py   the same for a GPT-2 in replicas, and against transformers alone
 
 A campaign has a short form in the suite (``soak/test_soak.py``). Campaigns import the package and ``benchmarks``;
 nothing in the package imports them. Commands run in the repository's root: ``python -m tests.campaigns soak``.

@@ -154,6 +154,20 @@ async def test_a_curve_is_the_same_to_the_last_bit_whatever_interrupts_it(tmp_pa
         assert steps == list(range(1, len(steps) + 1))
 
 
+async def test_a_job_with_replicas_has_the_curve_of_one_pipeline_also_beside_others(tmp_path):
+    one = await alone(tmp_path / "one", pipeline={"devices": ["cpu:0"], "microbatches": 4})
+    rows = {"devices": [["cpu:0"], ["cpu:1"]], "microbatches": 2}
+    async with service(tmp_path / "many", isolation="thread") as opened:
+        beside, _ = await opened.submit(job("beside", seed=2, steps=10**6))
+        record, _ = await opened.submit(job(pipeline=rows))
+        await ended(opened, record.id)
+        await opened.cancel(beside.id)
+        many = await curve(opened, record.id)
+        done = await opened.get(record.id)
+    assert (done.state, done.replicas, done.devices) == (FINISHED, 2, ("cpu:0", "cpu:1"))
+    assert many == [pytest.approx(row, rel=1e-10) for row in one]
+
+
 async def test_a_job_whose_steps_may_overlap_has_the_curve_of_steps_one_by_one(tmp_path):
     async def train(folder: Path, *, overlap: bool) -> object:
         training = {"steps": STEPS, "batch_size": 4, "learning_rate": 0.05, "seed": 1, "overlap": overlap}

@@ -31,10 +31,11 @@ class Hungry(nn.Module):
 
 async def failing(layers: list[nn.Module], **options: object) -> tuple[TaskError, Pipeline]:
     options = {"microbatches": 4, "schedule": "1f1b", "checkpoint": "except_last", "balance": [1, 2]} | options
-    pipe = Pipeline(nn.Sequential(*layers), DEVICES, loss_fn=nn.functional.mse_loss, **options)  # type: ignore[arg-type]
+    devices = options.pop("devices", DEVICES)
+    pipe = Pipeline(nn.Sequential(*layers), devices, loss_fn=nn.functional.mse_loss, **options)  # type: ignore[arg-type]
     async with pipe:
         with pytest.raises(TaskError) as caught:
-            await pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+            await pipe.step(torch.arange(32.0).reshape(8, 4), torch.randn(8, 4))
     return caught.value, pipe
 
 
@@ -105,20 +106,44 @@ async def test_a_device_with_several_stages() -> None:
     assert of_help(text) == [ALWAYS, MORE, SMALLER, OTHERS.replace("2 stages", "4 stages")]
 
 
-async def test_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then layers may go to another one, and what the others keep does not count."""
-    error, pipe = await failing([nn.Linear(4, 4), nn.BatchNorm1d(4), Hungry()])
+class HungryLater(Hungry):
+    """Lets the first half of a mini-batch pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x[0, 0] >= 16 else x
+
+
+def devices_of_their_own(monkeypatch: pytest.MonkeyPatch, pipe: Pipeline) -> None:
+    """As if each stage had a GPU."""
     placed = [
         replace(stage, device=replace(stage.device, physical=torch.device("cuda", stage.index)))
         for stage in pipe.stages
     ]
     monkeypatch.setattr(Pipeline, "stages", placed)
     monkeypatch.setattr(out_of_memory, "device_memory", lambda device: DeviceMemory(3 * 2**30, 0, 4 * 2**30))
+
+
+async def test_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then layers may go to another one, and what the others keep does not count."""
+    error, pipe = await failing([nn.Linear(4, 4), nn.BatchNorm1d(4), Hungry()])
+    devices_of_their_own(monkeypatch, pipe)
     text = explain_out_of_memory(error, pipe)
     assert text is not None
     assert "3 GiB of 4 GiB are in use" in text
     # The last stage of 1F1B has one micro-batch at a time, recomputed or not.
     assert of_help(text) == [MORE, SMALLER, "fewer layers on stage 1, by balance", "more memory than cuda:1 has"]
+
+
+async def test_the_stage_of_a_later_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [HungryLater(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)]
+    options: dict[str, object] = {"balance": [2, 1], "microbatches": 2, "optimizer": torch.optim.Adam}
+    error, pipe = await failing(layers, devices=[["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]], **options)
+    devices_of_their_own(monkeypatch, pipe)
+    text = explain_out_of_memory(error, pipe)
+    assert text is not None
+    assert "stage 2 holds 160 B of parameters, 160 B of gradients, activations of up to 2 micro-batches" in text
+    more = "more micro-batches than 2, which makes each smaller"
+    assert of_help(text) == [ALWAYS, more, SMALLER, "fewer layers on stage 0, by balance", "more memory than cuda:2 has"]
 
 
 class HungrySGD(torch.optim.SGD):
