@@ -13,6 +13,7 @@ from resume_helpers import STEPS, disturb, make_chain, make_job
 from run_helpers import Told, clean_state, plain, with_nan
 from torch import nn
 
+from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress
 from asyncpipe.train.training_run import TrainingRun
@@ -31,9 +32,13 @@ class Figures(Told):
         super().__init__()
         self.figures: list[float] = []
         self.where = ""
+        self.shards: set[bool] = set()
 
     def started(self, run: RunStarted) -> None:
         self.where = run.where
+
+    def step_completed(self, record: StepRecord) -> None:
+        self.shards.add(record.graph.wiring.shards)
 
     def stepped(self, progress: StepProgress) -> None:
         self.figures += [progress.loss, progress.gradient_norm, progress.learning_rate]
@@ -55,7 +60,8 @@ def job_of(folder: Path, pipeline: dict[str, Any], **tables: dict[str, Any]) -> 
 async def trained(job: Job, make: Callable[[], Workload] = whole) -> tuple[Figures, Any]:
     disturb()
     told = Figures()
-    summary = await TrainingRun(job, make, progress=told).run()
+    summary = await TrainingRun(job, make, progress=told, observers=[told]).run()
+    assert told.shards == {job.pipeline.shard_optimizer}
     assert summary.steps == STEPS
     assert summary.snapshot is not None
     return told, clean_state(summary.snapshot)
