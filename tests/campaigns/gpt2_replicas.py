@@ -29,6 +29,7 @@ from torch import Generator, Tensor
 from asyncpipe.train.adamw import BETAS, learning_rate
 from asyncpipe.train.job_file import TrainingTable
 from asyncpipe.train.token_data import BytesAsTokens, read_data
+from tests.campaigns.architectures.in_float64 import in_float64
 from tests.campaigns.launchers import two_nodes
 
 TEXT = Path(__file__).parents[2] / "ARCHITECTURE.md"
@@ -116,7 +117,8 @@ def _alone(folder: Path) -> list[Tensor]:
     for step, (x, labels) in enumerate(islice(batches, training.steps)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
-        loss = model(**x, labels=labels).loss
+        with in_float64():  # The library casts logits to float32.
+            loss = model(**x, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -353,7 +353,9 @@ def test_a_layer_that_waits_for_other_processes_is_refused(wrap):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Sequential(linear(), nn.Sequential(wrap(linear())))
-        with pytest.raises(OptionError, match=r"the layer '1\.0' is wrapped in .*; leave the wrapper off, and give replicas="):
+        with pytest.raises(
+            OptionError, match=r"the layer '1\.0' is wrapped in .*; leave the wrapper off, and give replicas="
+        ):
             Pipeline(model, DEVICES, microbatches=4, loss_fn=mse)
     finally:
         dist.destroy_process_group()

@@ -143,7 +143,13 @@ async def test_the_stage_of_a_later_replica(monkeypatch: pytest.MonkeyPatch) -> 
     assert text is not None
     assert "stage 2 holds 160 B of parameters, 160 B of gradients, activations of up to 2 micro-batches" in text
     more = "more micro-batches than 2, which makes each smaller"
-    assert of_help(text) == [ALWAYS, more, SMALLER, "fewer layers on stage 0, by balance", "more memory than cuda:2 has"]
+    assert of_help(text) == [
+        ALWAYS,
+        more,
+        SMALLER,
+        "fewer layers on stage 0, by balance",
+        "more memory than cuda:2 has",
+    ]
 
 
 class HungrySGD(torch.optim.SGD):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from resume_helpers import STEPS, disturb, make_chain, make_job
+from resume_helpers import STEPS, assert_same, disturb, make_chain, make_job
 from run_helpers import Told, clean_state, plain, with_nan
 from torch import nn
 
@@ -112,3 +117,77 @@ async def test_threads_and_processes_have_the_same_bits(tmp_path):
 async def test_a_schedule_that_is_chosen_suits_one_replica(tmp_path):
     told, _ = await trained(job_of(tmp_path / "auto", ROWS | {"schedule": "auto"}), make_chain(tied=False))
     assert any(phase.startswith("chosen: ") for phase in told.phases)
+
+
+JOB = """
+name = "rows"
+[job]
+entry = "resume_helpers:make_workload"
+[pipeline]
+devices = {devices}
+microbatches = 2
+[training]
+steps = 6
+batch_size = 8
+learning_rate = 0.05
+overlap = true
+[faults]
+step_retries = 0
+[snapshots]
+folder = "{folder}"
+"""
+RANK = """
+import socket, sys
+socket.gethostname = lambda: {host!r}
+from asyncpipe.worker.under_torchrun import serve
+serve()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_torchrun_has_a_row_on_each_host(tmp_path):
+    """Ranks of this machine, which is taken for two, so that rows exchange gradients by TCP."""
+    helpers = Path(__file__).parents[1] / "support"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    own = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ASYNCPIPE_CONTROL_PORT": str(port),
+        "ASYNCPIPE_SECRET": "s" * 16,
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "PYTHONPATH": os.pathsep.join([str(helpers), *filter(None, sys.path)]),
+    }
+
+    def train(name: str, devices: str, *options: str) -> subprocess.CompletedProcess[str]:
+        job = tmp_path / f"{name}.toml"
+        job.write_text(JOB.format(devices=devices, folder=tmp_path / name), encoding="utf-8")
+        command = [*options, "train", str(job), "--no-progress"]
+        env = {**os.environ, **own, "RANK": "0"}
+        return subprocess.run(
+            [sys.executable, "-m", *command], env=env, capture_output=True, text=True, timeout=200, check=False
+        )
+
+    done = train("threads", json.dumps(ROWS["devices"]), "asyncpipe")
+    assert done.returncode == 0, done.stderr
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK.format(host=host)],
+            env={**os.environ, **own, "RANK": str(rank), "ASYNCPIPE_MACHINE": host},
+        )
+        for rank, host in ((1, "a.example"), (2, "b"))
+    ]
+    try:
+        rows = [["a/cpu:0", "a/cpu:1"], ["b/cpu:0", "b/cpu:1"]]
+        done = train("torchrun", json.dumps(rows), "asyncpipe.worker")
+        assert done.returncode == 0, done.stderr
+        assert [rank.wait(30) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    one, other = (clean_state(tmp_path / name / "step-6") for name in ("threads", "torchrun"))
+    assert_same(one, other)
