@@ -21,6 +21,7 @@ MODULES = {
     "modules": "modules.campaign",
     "packaging": "packaging.campaign",
     "padding": "architectures.padding",
+    "replicas": "replicas.campaign",
     "service": "service.campaign",
     "soak": "soak.soak",
     "workers": "workers.campaign",
