@@ -87,7 +87,8 @@ async def _trained(case: Case, pool: DevicePool, *, replicated: bool) -> list[Te
         found.append((await pipe.step(*_batch(99, case.size))).loss)
         found += [each.double() for each in pipe.state_dict().values()]
         found += [value for state in pipe.optimizer_states().values() for value in state.values()]
-    return [each.detach().clone() for each in found]
+    # Without anything that is counted a loss is not a number, in all ways.
+    return [each.detach().nan_to_num(nan=-1e30) for each in found]
 
 
 def _updated(model: nn.Module) -> Iterator[Tensor]:
