@@ -323,7 +323,7 @@ class LastingRun:
     async def _watch_for_returns(self, run: TrainingRun) -> None:
         while True:
             await asyncio.sleep(self._return_pause)
-            if not run.saved:
+            if not run.saved and self._job.faults.lost_host != SHRINK:
                 continue  # This attempt has saved nothing yet: do not interrupt it.
             tried = self._losses.gone - self._drained_units()
             missing = await self._start(tried)
