@@ -56,9 +56,9 @@ def _blocks(width: int, count: int) -> nn.Sequential:
     )
 
 
-def _wide(width: int) -> Case:
-    about = f"2 stages of 4 × Linear({width})+ReLU, m=16, 64 rows each"
-    return Case(about, 2, 16, (64, width), partial(mlp, width, 4))
+def _wide(width: int, microbatches: int = 16) -> Case:
+    about = f"2 stages of 4 × Linear({width})+ReLU, m={microbatches}, 64 rows each"
+    return Case(about, 2, microbatches, (64, width), partial(mlp, width, 4))
 
 
 _BLOCKS = "2 stages of 2 transformer blocks of width 256, m=8, 4 × 32 tokens each"
@@ -67,5 +67,6 @@ CASES = {
     "fine": _wide(256),
     "mid": _wide(512),
     "coarse": _wide(1024),
+    "broad": _wide(1024, 4),
     "transformer": Case(_BLOCKS, 2, 8, (4, 32, 256), partial(_blocks, 256, 2)),
 }

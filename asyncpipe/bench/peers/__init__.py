@@ -6,6 +6,7 @@ for each of their threads. Their gradients are compared with the plain loop's fi
     contestants.py     what is compared
     bare.py            the floor: threads and queues alone, processes and shared memory alone
     two_processes.py   two processes, and torch.distributed.pipelining in them
+    data_parallel.py   two processes with the whole model each, by DistributedDataParallel or bare
 
 asyncpipe and the bare threads have a thread for each stage. Where there are two processes, each has half of the stages
 as one: torch's pipelining, the bare processes, and asyncpipe with worker processes.
@@ -33,7 +34,12 @@ WARM_UP = 3
 REPEATS = 15
 TOLERANCE = 1e-3
 """The largest difference of a gradient that summing in another order may make, in parts of its largest number."""
-FLOORS = {"bare": "times_bare_threads", "bare-processes": "times_bare_processes"}
+FLOORS = {
+    "bare": "times_bare_threads",
+    "bare-processes": "times_bare_processes",
+    "ddp": "times_ddp",
+    "all-reduce": "times_all_reduce",
+}
 
 
 def run(

@@ -1,12 +1,13 @@
 """Everything that is compared, behind one interface: how each takes a case, runs a step, and gives its gradients.
 
 ``plain``, ``bare`` and ``bare-processes`` use no library (``cases.py``, ``bare.py``); ``step`` and ``processes`` are
-asyncpipe; ``distributed`` is torch's own pipelining (``two_processes.py``).
+asyncpipe; ``distributed`` is torch's own pipelining (``two_processes.py``). Those that train two replicas, which are
+``replicas-…`` and two processes with the whole model each (``data_parallel.py``), update them in each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from asyncpipe.bench.cases import Case, loss_fn, plain_step
 from asyncpipe.bench.harness import seconds_of
 from asyncpipe.bench.peers.bare import bare_rank, bare_threads, links
+from asyncpipe.bench.peers.data_parallel import all_reduce_rank, ddp_rank
 from asyncpipe.bench.peers.two_processes import Prepare, torch_rank, two_processes
 from asyncpipe.core.predict.report import Report
 from asyncpipe.pipeline.pipeline import Pipeline
@@ -67,10 +69,10 @@ def _bare(case: Case) -> Iterator[Contestant]:
         yield _of(model, partial(step, *case.batch()))
 
 
-def _pipe(model: nn.Sequential, case: Case, devices: int, **options: Any) -> SyncPipeline:
-    names, balance = [f"cpu:{index}" for index in range(devices)], [case.stages // devices] * devices
-    options |= {"microbatches": case.microbatches, "balance": balance, "checkpoint": "never", "loss_fn": loss_fn}
-    return Pipeline(model, names, schedule="1f1b", **options).sync()
+def _pipe(model: nn.Sequential, case: Case, stages: int, replicas: int = 1, **options: Any) -> SyncPipeline:
+    names, balance = [f"cpu:{index}" for index in range(replicas * stages)], [case.stages // stages] * stages
+    options |= {"microbatches": case.microbatches // replicas, "replicas": replicas, "balance": balance}
+    return Pipeline(model, names, schedule="1f1b", checkpoint="never", loss_fn=loss_fn, **options).sync()
 
 
 @contextmanager
@@ -100,24 +102,44 @@ def _processes(case: Case) -> Iterator[Contestant]:
 
 
 @contextmanager
-def _in_two_processes(prepare: Prepare, case: Case) -> Iterator[Contestant]:
-    with two_processes(case, prepare) as ask:
+def _replicas(stages: int, options: Mapping[str, Any], case: Case) -> Iterator[Contestant]:
+    batch, model, reports = case.batch(), case.model(), list[Report]()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with _pipe(model, case, stages, 2, optimizer=partial(torch.optim.SGD, lr=0.0), **options) as pipe:
+
+        def step(rate: float = 0.0) -> None:
+            reports.append(pipe.step(*batch, return_outputs=False, learning_rate=rate).report)
+
+        def gradients() -> list[Tensor]:
+            step(RATE)
+            after = pipe.state_dict()
+            found = [(value - after[name]) / RATE for name, value in before.items()]
+            pipe.load_state_dict(before)
+            return found
+
+        yield Contestant(partial(seconds_of, step), gradients, lambda: None, reports)
+
+
+@contextmanager
+def _in_two_processes(prepare: Prepare, case: Case, *, whole: bool = False) -> Iterator[Contestant]:
+    with two_processes(case, prepare, whole=whole) as ask:
 
         def seconds() -> float:
             begun, ended = zip(*ask("step"), strict=True)
             return float(max(ended) - min(begun))
 
         def gradients() -> list[Tensor]:
-            return [torch.from_numpy(gradient) for half in ask("gradients") for gradient in half]
+            found = ask("gradients")[: 1 if whole else 2]
+            return [torch.from_numpy(gradient) for of_rank in found for gradient in of_rank]
 
         yield Contestant(seconds, gradients, partial(ask, "clear"))
 
 
 @contextmanager
-def _distributed(case: Case) -> Iterator[Contestant]:
+def _over_gloo(rank: Callable[..., Callable[[], object]], case: Case, *, whole: bool = False) -> Iterator[Contestant]:
     with (
         TemporaryDirectory(prefix="asyncpipe-peers-") as folder,
-        _in_two_processes(partial(torch_rank, Path(folder) / "store"), case) as contestant,
+        _in_two_processes(partial(rank, Path(folder) / "store"), case, whole=whole) as contestant,
     ):
         yield contestant
 
@@ -126,11 +148,20 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Case], AbstractContextManager[Contes
     "plain": ("plain loop, 1 thread", _plain),
     "bare": ("bare threads", _bare),
     "step": ("asyncpipe: pipe.step(x, target)", _step),
-    "distributed": ("torch.distributed.pipelining, 1F1B, two processes, gloo", _distributed),
+    "distributed": ("torch.distributed.pipelining, 1F1B, two processes, gloo", partial(_over_gloo, torch_rank)),
     "bare-processes": (
         "two bare processes, shared memory",
         lambda case: _in_two_processes(partial(bare_rank, links(case)), case),
     ),
     "processes": ("asyncpipe: pipe.step(x, target) in two worker processes", _processes),
+    "ddp": ("DistributedDataParallel, two processes, gloo", partial(_over_gloo, ddp_rank, whole=True)),
+    "all-reduce": ("two bare processes, all_reduce over gloo", partial(_over_gloo, all_reduce_rank, whole=True)),
 }
 """By name: what it is, and the context in which it is ready to run a case. That raises what keeps it from running."""
+for _stages in (1, 2):
+    for _workers in ("threads", "processes"):
+        for _ending, _shards in (("", False), ("-sharded", True)):
+            CONTESTANTS[f"replicas-2x{_stages}-{_workers}{_ending}"] = (
+                f"asyncpipe: 2 replicas of {_stages} stages, {_workers}" + ", optimizer in shards" * _shards,
+                partial(_replicas, _stages, {"workers": _workers, "shard_optimizer": _shards}),
+            )

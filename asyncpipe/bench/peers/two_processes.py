@@ -1,4 +1,4 @@
-"""Two processes, each with half of the stages, that run a step together when they are told to.
+"""Two processes or more, each with a part of the stages or all, that run a step together when they are told to.
 
 ::
 
@@ -27,12 +27,12 @@ from torch import distributed, nn
 from asyncpipe.bench.cases import Case, loss_fn
 from asyncpipe.bench.harness import interrupts_blocked
 
-__all__ = ["Ask", "Prepare", "torch_rank", "two_processes"]
+__all__ = ["Ask", "Prepare", "meet", "torch_rank", "two_processes"]
 
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for the other one."""
 Prepare = Callable[[int, nn.Sequential, Case], Callable[[], object]]
-"""Makes what runs a rank's part of a step, from the rank and its half of the stages. Called in the rank's process."""
+"""Makes what runs a rank's part of a step, from the rank and its stages. Called in the rank's process."""
 Ask = Callable[[str], list[Any]]
 """Both ranks' answers to ``step`` (begin and end, by a clock that they share), ``gradients`` or ``clear``."""
 
@@ -41,10 +41,10 @@ _answers: dict[str, Callable[[], Any]] = {}
 
 
 @contextmanager
-def two_processes(case: Case, prepare: Prepare) -> Iterator[Ask]:
-    """Start both ranks; they are gone behind the block."""
+def two_processes(case: Case, prepare: Prepare, *, whole: bool = False) -> Iterator[Ask]:
+    """Start both ranks, with half of the stages each or the ``whole`` model; they are gone behind the block."""
     context, pids = get_context("spawn"), list[int]()
-    pools = [ProcessPoolExecutor(1, context, _become, (rank, case, prepare)) for rank in range(2)]
+    pools = [ProcessPoolExecutor(1, context, _become, (rank, case, prepare, whole)) for rank in range(2)]
 
     def ask(question: str) -> list[Any]:
         asked: list[Future[Any]] = [pool.submit(_answer, question) for pool in pools]
@@ -64,10 +64,10 @@ def two_processes(case: Case, prepare: Prepare) -> Iterator[Ask]:
             pool.shutdown()
 
 
-def _become(rank: int, case: Case, prepare: Prepare) -> None:
+def _become(rank: int, case: Case, prepare: Prepare, whole: bool) -> None:
     torch.set_num_threads(1)
     half = case.stages // 2
-    module = nn.Sequential(*list(case.model())[rank * half : (rank + 1) * half])
+    module = nn.Sequential(*list(case.model())[slice(None) if whole else slice(rank * half, (rank + 1) * half)])
 
     def make_ready() -> None:
         work = prepare(rank, module, case)
@@ -84,11 +84,16 @@ def _answer(question: str) -> Any:
     return _answers[question]()
 
 
+def meet(store: Path, rank: int) -> None:
+    """Have both ranks in a group over gloo, which they find by the file ``store``."""
+    distributed.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2, timeout=PATIENCE)
+
+
 def torch_rank(store: Path, rank: int, half: nn.Sequential, case: Case) -> Callable[[], object]:
     """What a rank of torch.distributed.pipelining does in a step. The ranks meet over gloo, in the file ``store``."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    distributed.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=2, timeout=PATIENCE)
+    meet(store, rank)
     schedule = Schedule1F1B(PipelineStage(half, rank, 2, torch.device("cpu")), case.microbatches, loss_fn=loss_fn)
     x, target = case.batch()
     if rank:
