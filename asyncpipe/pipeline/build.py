@@ -241,7 +241,10 @@ def build(
     optimizers = _make_optimizers(stages, updated, options.optimizer, hosted=options.optimizer_on_host)
     count = len(stages) // rows
     sums = {
-        stage: ReplicaSums(stage, {row: updated[stage + row * count] for row in range(rows)}, BUCKET_BYTES)
+        stage: ReplicaSums(
+            *(stage, {row: updated[stage + row * count] for row in range(rows)}, BUCKET_BYTES),
+            in_bfloat16=options.gradient_dtype is not None,
+        )
         for stage in updated
         if rows > 1 and stage < count
     }

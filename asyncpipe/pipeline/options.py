@@ -87,6 +87,10 @@ class PipelineOptions(PoolOptions):
     undo_updates: bool = False
     """Whether a failed step leaves parameters and these optimizers as they were before it, also where some stages were
     updated already. It costs a copy of both in each step."""
+    gradient_dtype: Literal["bfloat16"] | None = None
+    """As what replicas send each other the gradients that they add up: ``"bfloat16"`` is half of the bytes of float32,
+    or a quarter of float64. The sum is in the parameter's own type, and travels so. Each replica's share is rounded,
+    wherever it is added up. Gradients of other types travel as they are. For the pipeline's own optimizers."""
     optimizer_on_host: bool = False
     """Whether these optimizers are in the host's memory, with their states, and update there: the stages' devices have
     parameters and gradients alone, which travel in each update. Changes nothing on CPUs."""
@@ -134,6 +138,10 @@ class PipelineOptions(PoolOptions):
             raise OptionError("shard_optimizer is for the pipeline's own optimizers; give it an optimizer=")
         if self.undo_updates and self.optimizer is None:
             raise OptionError("undo_updates is for the pipeline's own optimizers; give it an optimizer=")
+        if self.gradient_dtype is not None:
+            check_choice("gradient_dtype", self.gradient_dtype, ("bfloat16",))
+            if self.optimizer is None:
+                raise OptionError("gradient_dtype is for the pipeline's own optimizers; give it an optimizer=")
         if self.optimizer_on_host and self.optimizer is None:
             raise OptionError("optimizer_on_host is for the pipeline's own optimizers; give it an optimizer=")
         if CompileOption.parse(self.compile) is not None and self.offload is not None:

@@ -348,6 +348,7 @@ async def in_workers(workers, **options):
     [
         {"optimizer": momentum, "loss_fn": counted, "deferred_batch_norm": True},
         {"optimizer": partial(torch.optim.AdamW, lr=0.01), "shard_optimizer": True, "tie": False},
+        {"optimizer": momentum, "gradient_dtype": "bfloat16", "tie": False},
     ],
 )
 async def test_replicas_in_workers_have_the_bits_of_those_on_threads(options):
@@ -432,3 +433,35 @@ def test_a_copy_of_replicas_goes_on_as_they_do():
     with other.sync() as pipe:
         pipe.step(*batch(1, 27))
     assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["whole", "shards"])
+async def test_gradients_that_travel_in_bfloat16_are_rounded(shards):
+    found = []
+    for replicas in (1, 2):
+        model = make_model(norm=False, tie=False)
+        before = [each.clone() for each in model.parameters()]
+        torch.manual_seed(3)
+        options = {"optimizer": partial(torch.optim.SGD, lr=1.0), "gradient_dtype": "bfloat16"}
+        async with opened(model, replicas, MOST * 2 // replicas, shard_optimizer=shards, **options) as pipe:
+            await pipe.step(*batch(0, 28))
+        found.append([old - new.detach() for old, new in zip(before, model.parameters(), strict=True)])
+    for exact, rounded in zip(*found, strict=True):
+        off = (exact - rounded).abs().max()
+        # Half of the last of 8 binary digits, of each replica's share.
+        assert 0 < off < 2 * exact.abs().max() * 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"gradient_dtype": "float16", "optimizer": momentum},
+            "gradient_dtype must be one of 'bfloat16', got 'float16'",
+        ),
+        ({"gradient_dtype": "bfloat16"}, "gradient_dtype is for the pipeline's own optimizers"),
+    ],
+)
+def test_other_types_and_optimizers_are_refused(options, match):
+    with pytest.raises(OptionError, match=match):
+        opened(make_model(), 2, **options)

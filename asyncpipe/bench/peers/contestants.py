@@ -108,7 +108,7 @@ def _replicas(stages: int, options: Mapping[str, Any], case: Case) -> Iterator[C
     with _pipe(model, case, stages, 2, optimizer=partial(torch.optim.SGD, lr=0.0), **options) as pipe:
 
         def step(rate: float = 0.0) -> None:
-            reports.append(pipe.step(*batch, return_outputs=False, learning_rate=rate).report)
+            reports.append(pipe.step(*batch, return_outputs=False, learning_rate=rate).wait().report)
 
         def gradients() -> list[Tensor]:
             step(RATE)

@@ -50,9 +50,20 @@ class Contribution(NamedTuple):
 class ReplicaSums:
     """The parameters of one stage in each replica, and their buckets."""
 
-    def __init__(self, stage: int, parameters: Mapping[int, Sequence[nn.Parameter]], most_bytes: int) -> None:
-        """``parameters``: of each replica, the same in the same order; those of replicas elsewhere have no values."""
+    def __init__(
+        self,
+        stage: int,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        most_bytes: int,
+        *,
+        in_bfloat16: bool = False,
+    ) -> None:
+        """``parameters``: of each replica, the same in the same order; those of replicas elsewhere have no values.
+
+        ``in_bfloat16``: what is added up of larger floats.
+        """
         self._stage = stage
+        self._in_bfloat16 = in_bfloat16
         self._by_replica = parameters
         self.buckets = buckets(parameters[0], most_bytes)
         self._hooked: set[int] = set()
@@ -130,7 +141,10 @@ class ReplicaSums:
             if any(had_gradient):
                 before = self._values(mine, bucket, part, earlier)
                 has_gradient = list(map(or_, has_gradient, had_gradient))
-        return Contribution(self._values(mine, bucket, part, _gradient), torch.tensor(has_gradient), count, before)
+        values = self._values(mine, bucket, part, _gradient)
+        if self._in_bfloat16 and mine[0].dtype in (torch.float32, torch.float64):
+            values = [each.to(torch.bfloat16) for each in values]
+        return Contribution(values, torch.tensor(has_gradient), count, before)
 
     def _values(
         self,
@@ -175,13 +189,13 @@ class ReplicaSums:
             present |= share.present
         factor = sum(counts[1:], counts[0]).reciprocal().to(total.device) if counts else None
         for run, (_, place) in enumerate(self.buckets[bucket].runs(part)):
-            out, values = total[place], [share.values[run] for share in shares]
-            if len(values) > 1:
-                torch.add(*values[:2], out=out)
+            out, (values, *rest) = total[place], [share.values[run] for share in shares]
+            if rest and values.dtype is out.dtype:
+                torch.add(values, rest.pop(0), out=out)
             else:
-                out.copy_(values[0])
-            for more in values[2:]:
-                out += more
+                out.copy_(values)
+            for values in rest:
+                out += values
             if factor is not None:
                 out *= factor
             if first.earlier is not None:

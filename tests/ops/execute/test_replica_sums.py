@@ -44,3 +44,22 @@ def test_gradients_are_sums_that_an_optimizer_may_write_to():
             for number, parameter in enumerate(mine):
                 assert torch.equal(parameter.grad, torch.full_like(parameter, 101.0 if number == 2 else 111.0))
                 parameter.grad.fill_(0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.complex64])
+def test_shares_are_rounded_and_added_up_in_the_type_of_the_parameter(dtype):
+    """Those of larger floats alone."""
+    parameters = {row: [nn.Parameter(torch.zeros(1000, dtype=dtype))] for row in range(3)}
+    sums = ReplicaSums(0, parameters, 1 << 30, in_bfloat16=True)
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(1000, generator=generator, dtype=dtype) for _ in parameters]
+    for row, gradient in enumerate(gradients):
+        parameters[row][0].grad = gradient
+    shares = [sums.share(row, 1, 0, None, None) for row in parameters]
+    with torch.no_grad():
+        found, _ = sums.add_up(1, 0, shares)
+    is_rounded = dtype in (torch.float32, torch.float64)
+    one, two, three = (each.bfloat16().to(dtype) if is_rounded else each for each in gradients)
+    part = sums.part(1, 0)
+    assert torch.equal(found, (one + two + three)[part.start : part.stop])
+    assert {share.values[0].dtype for share in shares} == {torch.bfloat16 if is_rounded else dtype}
