@@ -21,6 +21,7 @@ from torch import nn
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.progress import RunStarted, StepProgress
+from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
@@ -191,3 +192,41 @@ def test_torchrun_has_a_row_on_each_host(tmp_path):
             rank.wait()
     one, other = (clean_state(tmp_path / name / "step-6") for name in ("threads", "torchrun"))
     assert_same(one, other)
+
+
+class StopsAt(Figures):
+    """Ends the run behind a step."""
+
+    def __init__(self, orders: RunOrders, step: int) -> None:
+        super().__init__()
+        self.orders, self.last = orders, step
+
+    def stepped(self, progress: StepProgress) -> None:
+        super().stepped(progress)
+        if progress.step == self.last:
+            self.orders.stop()
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+async def test_a_run_goes_on_with_other_replicas(tmp_path, shard_optimizer):
+    """1, 2, 4 and 1 of them, on threads and in workers, over four snapshots."""
+    make = make_chain(tied=False)
+    legs = [(1, 1, "threads"), (2, 3, "processes"), (4, 4, "threads"), (1, STEPS, "threads")]
+    told: list[float] = []
+    for replicas, last, workers in legs:
+        shards = shard_optimizer and replicas > 1
+        devices = [[f"cpu:{2 * row}", f"cpu:{2 * row + 1}"] for row in range(replicas)]
+        pipeline = {"devices": devices, "microbatches": 4 // replicas, "workers": workers, "shard_optimizer": shards}
+        snapshots = {"every": 1, "resume": replicas > 1 or last > 1}
+        job = make_job(tmp_path / "legs", pipeline=pipeline, snapshots=snapshots, **OVERLAP)
+        orders = RunOrders()
+        figures = StopsAt(orders, last)
+        disturb()
+        summary = await TrainingRun(job, make, progress=figures, orders=orders).run()
+        told += figures.figures
+    alone, states = await trained(job_of(tmp_path / "alone", ONE, **OVERLAP), make)
+    assert told == pytest.approx(alone.figures, rel=1e-10)
+    assert summary.snapshot is not None
+    last_states = clean_state(summary.snapshot)
+    for name in ("model", "optimizer"):
+        torch.testing.assert_close(last_states[name], states[name], rtol=0, atol=1e-10)
