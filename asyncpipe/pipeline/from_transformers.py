@@ -20,7 +20,7 @@ def from_transformers(
     model: nn.Module,
     batch: Any,
     *,
-    devices: Sequence[str | torch.device],
+    devices: Sequence[str | torch.device] | Sequence[Sequence[str | torch.device]],
     microbatches: int,
     **options: Any,
 ) -> Pipeline:

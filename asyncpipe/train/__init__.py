@@ -3,6 +3,7 @@
 Start reading with ``job_file`` (the typed job), ``workload`` (what a job's entry returns), ``training_run`` (the run as
 a component), ``training_loop`` (its steps, one by one) and ``overlapping_loop`` (steps that overlap). Then:
 
+    pipeline_table, value_types          the job file's table [pipeline], and the types of all values
     entry, import_path                   find the entry's function and call it
     planning                             measures the model and chooses a pipeline
     lasting_run, next_move, other_devices   goes on when workers are lost, on the remaining devices

@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 from transformers_models import make_batch, make_model  # noqa: E402
 
 DEVICES = ["cpu:0", "cpu:1"]
+ROWS = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,9 @@ def check(model: nn.Module, gradients: dict[str, Tensor | None]) -> None:
         ("RobertaForSequenceClassification", {}),
         ("ViTForImageClassification", {"balance": [1, 2]}),
         ("T5ForConditionalGeneration", {"balance": [2, 3, 1, 1], "devices": [f"cpu:{k}" for k in range(4)]}),
+        ("GPT2LMHeadModel", {"balance": [1, 2], "microbatches": 2, "devices": ROWS}),
+        ("BertForTokenClassification", {"schedule": "zb-h1", "devices": ROWS}),
+        ("T5ForConditionalGeneration", {"balance": [4, 3], "devices": ROWS, "microbatches": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
