@@ -90,7 +90,7 @@ __all__ = [
     "TrainingTable",
     "blaming_key",
     "check_overlap",
-    "check_shards",
+    "check_replicas",
     "check_workers",
     "job_file_error",
     "load_job",
@@ -272,13 +272,14 @@ def check_workers(workers: str | Mapping[str, str], training: TrainingTable) -> 
         )
 
 
-def check_shards(pipeline: StagesTable, training: TrainingTable) -> None:
-    """Raise ``ValueError`` if replicas are to have parts of an optimizer that is not theirs."""
-    if pipeline.shard_optimizer and not training.overlap:
-        raise ValueError(
-            "pipeline.shard_optimizer: each replica updates a part of the weights inside the step: set "
-            "training.overlap = true, or shard_optimizer = false"
-        )
+def check_replicas(pipeline: StagesTable, training: TrainingTable) -> None:
+    """Raise ``ValueError`` if the table says how replicas update the weights, and they do not."""
+    for key in ("shard_optimizer", "gradient_dtype"):
+        if getattr(pipeline, key) and not training.overlap:
+            raise ValueError(
+                f"pipeline.{key}: is for replicas that have the optimizer, and here it is behind the step: "
+                f"set training.overlap = true, or leave {key} out"
+            )
 
 
 class Job(StrictModel):
@@ -300,7 +301,7 @@ class Job(StrictModel):
     def _check_together(self) -> Self:
         check_overlap(self.training, self.faults)
         check_workers(self.pipeline.workers, self.training)
-        check_shards(self.pipeline, self.training)
+        check_replicas(self.pipeline, self.training)
         return self
 
     def model_post_init(self, context: dict[str, Path] | None) -> None:

@@ -119,6 +119,11 @@ class StagesTable(StrictModel):
     shard_optimizer: Flag = _DEFAULTS["shard_optimizer"]
     """Whether each replica updates a part of the weights, and has the optimizer's states of that part alone; a job that
     asks for it has ``training.overlap = true``."""
+    gradient_dtype: Literal["bfloat16"] | None = Field(
+        default=_DEFAULTS["gradient_dtype"], description='must be "bfloat16", or left out'
+    )
+    """As what replicas send each other gradients, which are added up in the weights' own type; as ``shard_optimizer``,
+    for a job that has ``training.overlap = true``."""
 
     @model_validator(mode="before")
     @classmethod

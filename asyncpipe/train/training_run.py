@@ -344,6 +344,7 @@ class TrainingRun:
                 on_nan="ignore",  # ``faults.non_finite`` says what becomes of one.
                 optimizer=None if staged is None else staged.make,
                 shard_optimizer=table.shard_optimizer,
+                gradient_dtype=table.gradient_dtype,
                 undo_updates=self._keeps_going and staged is not None,
                 gradient_norms=staged is not None,
                 feed=workload.batches if isinstance(workload.batches, Feed) else None,

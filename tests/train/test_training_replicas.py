@@ -91,6 +91,13 @@ async def test_a_run_has_the_figures_and_states_of_one_pipeline(tmp_path, rows, 
         torch.testing.assert_close(others[name], states[name], rtol=0, atol=1e-10)
 
 
+async def test_gradients_travel_in_bfloat16_if_a_job_says_so(tmp_path):
+    exact, _ = await trained(job_of(tmp_path / "exact", ROWS, **OVERLAP))
+    rounded, _ = await trained(job_of(tmp_path / "rounded", ROWS | {"gradient_dtype": "bfloat16"}, **OVERLAP))
+    assert rounded.figures != exact.figures
+    assert rounded.figures == pytest.approx(exact.figures, rel=0.02)
+
+
 async def test_an_update_is_skipped_in_all_replicas(tmp_path):
     skip = {"faults": {"non_finite": "skip"}}
 
@@ -104,11 +111,12 @@ async def test_an_update_is_skipped_in_all_replicas(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(240)
 async def test_threads_and_processes_have_the_same_bits(tmp_path):
     found = []
     workers = {f"cpu:{number}": f"row {number // 2}" for number in range(4)}
     for name, more in (("threads", {}), ("processes", {"workers": workers})):
-        job = job_of(tmp_path / name, ROWS | more, **OVERLAP)
+        job = job_of(tmp_path / name, ROWS | {"shard_optimizer": True} | more, **OVERLAP)
         told, states = await trained(job, make_chain(tied=False))
         found.append((told.figures, *states["model"].values()))
     assert found[0][0] == found[1][0]

@@ -56,7 +56,7 @@ from asyncpipe.train.job_file import (
     StagesTable,
     TrainingTable,
     check_overlap,
-    check_shards,
+    check_replicas,
 )
 from asyncpipe.train.validation import StrictModel, WrongKey, set_key, shown, wrong_keys
 
@@ -191,7 +191,7 @@ class Submission(StrictModel):
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
         check_overlap(self.training, self.faults)
-        check_shards(self.pipeline, self.training)
+        check_replicas(self.pipeline, self.training)
         return self
 
 

@@ -224,7 +224,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
     ("pipeline.devices", [["cpu:0"], []], "pipeline.devices", "must be a list of as many devices for each replica"),
     ("pipeline.replicas", 2, "pipeline.schedule", "got 2 stages for 1 device"),
     ("pipeline.replicas", 1025, "pipeline.replicas", "must be an integer from 1 to 1024, got 1025"),
-    ("pipeline.shard_optimizer", True, "", "pipeline.shard_optimizer: each replica updates a part"),
+    ("pipeline.shard_optimizer", True, "", "pipeline.shard_optimizer: is for replicas that have"),
     ("pipeline.schedule", "csv:/etc/passwd", "pipeline.schedule", "must be one of 1f1b, "),
     ("pipeline.schedule", "os:system", "pipeline.schedule", "must be one of"),
     ("pipeline.schedule", "os:system(x=1)", "pipeline.schedule", "must be one of"),
