@@ -65,7 +65,7 @@ __all__ = ["CheckpointMode", "lower"]
 _F, _R, _B, _C = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COPY
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 _O, _L = TaskKind.OFFLOAD, TaskKind.LOAD
-_A, _G, _U = TaskKind.REDUCE, TaskKind.GATHER, TaskKind.UPDATE
+_S, _A, _G, _U = TaskKind.SUM, TaskKind.REDUCE, TaskKind.GATHER, TaskKind.UPDATE
 _USUAL_QUEUES = (Queue.COMPUTE, Queue.COPY_IN, Queue.GRAD_IN)
 """Those of graphs that offload nothing and have no replicas."""
 _QUEUE_OF = {_O: Queue.OFFLOAD, _L: Queue.LOAD, _A: Queue.REDUCE}
@@ -100,6 +100,7 @@ def lower(
     phase: Phase = Phase.STEP,
     wiring: Wiring | None = None,
     offload: Sequence[float] = (),
+    around: Collection[str] = (),
 ) -> TaskGraph:
     """The task graph of one step: the schedule's actions with copies, recomputations and order edges.
 
@@ -109,24 +110,41 @@ def lower(
     in whole steps; by default none. Time and memory are linear in the number of tasks. Raises ``ScheduleError``, which
     names the device and the action, if an action is missing, duplicate, out of place or on the wrong device, or if the
     schedule deadlocks; also for a ruled schedule that is to offload, since only an order tells what waits how long.
+
+    ``around`` are the names of a worker's devices. The graph then has the tasks of these devices, and what they wait
+    for or what waits for them elsewhere, if the schedule is ordered: ``part`` makes the same of it as of the whole
+    graph, for the schedule is asked only for the orders of these devices and their neighbours.
     """
     wiring = wiring or Wiring.chain(shape.stages)
     rows = Rows.of(shape, wiring.rows)
     names = tuple(devices) if devices is not None else tuple(f"dev:{r}" for r in range(shape.devices))
     if not len(names) == len(set(names)) == shape.devices:
         raise ScheduleError(f"got the device names {list(names)}, expected {shape.devices} different ones")
-    placement: tuple[int, ...] = ()
-    orders: list[Sequence[Action]] = []
+    places: dict[int, tuple[int, ...]] = {}
     for row, one in rows.shapes():
         with blaming(f"schedule {schedule.name!r}: check"):
             schedule.check(one)
-        places = checked_placement(schedule, one)
-        orders += [[rows.in_graph(action, row) for action in order] for order in _orders(schedule, one, places, phase)]
-        placement = placement or places
-    placement = tuple(place + row * rows.devices for row in range(len(rows)) for place in placement)
-    builder = _Builder(schedule, shape, placement, checkpoint, phase, wiring)
+        places[row] = checked_placement(schedule, one)
+    placement = tuple(place + row * rows.devices for row in range(len(rows)) for place in places[0])
+    near, local = range(shape.devices), wiring
+    if around and not isinstance(schedule, RuledSchedule):
+        own = [stage for stage, place in enumerate(placement) if names[place] in around]
+        local = wiring.around(frozenset(own), rows)
+        near = sorted({placement[stage] for stage in (*own, *local.stages(rows))})
+    orders = [
+        [rows.in_graph(action, row) for action in order]
+        for row, one in rows.shapes()
+        for order in _orders(schedule, one, places[row], phase, rows.devices_of(row, near))
+    ]
+    offloads = any(offload) and phase is Phase.STEP
+    queues = (
+        *_USUAL_QUEUES,
+        *((Queue.OFFLOAD, Queue.LOAD) if offloads else ()),
+        *((Queue.REDUCE,) if wiring.reduces else ()),
+    )
+    builder = _Builder(schedule, shape, placement, checkpoint, phase, local, near, queues)
     builder.add_actions(orders)
-    if any(offload) and phase is Phase.STEP:
+    if offloads:
         if isinstance(schedule, RuledSchedule):
             raise ScheduleError(
                 f"schedule {schedule.name!r} decides while the step runs, so it is not known what waits for long; "
@@ -136,16 +154,18 @@ def lower(
             builder.add_offloads(order, offloaded(order, offload))
     builder.add_ends()
     builder.add_transfers()
-    return builder.build(names)
+    return builder.build(names, wiring)
 
 
-def _orders(schedule: Schedule, shape: Shape, placement: tuple[int, ...], phase: Phase) -> Iterator[Sequence[Action]]:
-    """The actions of each device in ``phase``, every action after its prerequisite.
+def _orders(
+    schedule: Schedule, shape: Shape, placement: tuple[int, ...], phase: Phase, devices: Iterable[int]
+) -> Iterator[Sequence[Action]]:
+    """The actions of each of ``devices`` in ``phase``, every action after its prerequisite.
 
     The backwards alone run in the reverse order of the forwards. The forwards of a ruled schedule, where there is
     nothing to decide without backwards, run stage by stage.
     """
-    for device in range(shape.devices):
+    for device in devices:
         actions = checked_actions(schedule, shape, placement, device)
         forwards = [action for action in actions if action.kind is _F]
         if isinstance(schedule, RuledSchedule):
@@ -173,7 +193,7 @@ class _OrderedCopy(NamedTuple):
 
 @dataclass(eq=False)
 class _Builder:
-    """Collects tasks and what each waits for, then numbers the tasks by clock cycle.
+    """Collects tasks and what each waits for, then numbers the tasks.
 
     A task is an index into parallel lists, and what it waits for is a tuple of such indices. The garbage collector
     traverses a list of numbers only as one object and stops tracking tuples of numbers. With an object for each of
@@ -186,9 +206,15 @@ class _Builder:
     checkpoint: CheckpointMode
     phase: Phase
     wiring: Wiring
+    """What the graph has of it."""
+    devices: Collection[int]
+    """Those that have tasks in the graph."""
+    queues: Sequence[Queue]
+    """Those of each device."""
 
     def __post_init__(self) -> None:
-        m, stages = self.shape.microbatches, self.shape.stages
+        m = self.shape.microbatches
+        stages = [stage for stage, place in enumerate(self.placement) if place in self.devices]
         self._rows = Rows.of(self.shape, self.wiring.rows)
         self._ruled = self.schedule if isinstance(self.schedule, RuledSchedule) and self.phase is Phase.STEP else None
         self._recomputed = [
@@ -199,13 +225,15 @@ class _Builder:
         self._stages: list[int] = []
         self._sources: list[int | None] = []
         self._dependencies: list[tuple[int, ...]] = []
-        self._forward = [[-1] * m for _ in range(stages)]
+        self._followed: list[int] = []
+        """Of a copy, an offload or a load: the task before which its device takes it; -1 of other tasks."""
+        self._forward = {stage: [-1] * m for stage in stages}
         """F of each stage and micro-batch."""
-        self._backward = [[-1] * m for _ in range(stages)]
+        self._backward = {stage: [-1] * m for stage in stages}
         """B or I of each stage and micro-batch: the task that computes the gradient of the stage's input."""
         self._weight: dict[tuple[int, int], int] = {}
         """W by stage and micro-batch, where backwards are split."""
-        self._recompute = [[-1] * m for _ in range(stages)]
+        self._recompute = {stage: [-1] * m for stage in stages}
         self._first: dict[int, list[int]] = {}
         """The first action of each stage; in a ruled schedule, all its forwards."""
         self._last: dict[int, list[int]] = {}
@@ -216,7 +244,6 @@ class _Builder:
         """S of each stage that owns tied parameters."""
         self._to_order: dict[int, list[_OrderedCopy]] = {}
         """The copies of each lane, by its position, that gets copies from several devices in an ordered schedule."""
-        self._queues = _USUAL_QUEUES + ((Queue.REDUCE,) if self.wiring.reduces else ())
         self._places: dict[int, float] = {}
         """The place of copies in the order of their lane, from 0 to below 1."""
 
@@ -228,6 +255,7 @@ class _Builder:
         dependencies: Iterable[int],
         source: int | None = None,
         bucket: int | None = None,
+        before: int = -1,
     ) -> int:
         if bucket is not None:
             self._buckets[len(self._kinds)] = bucket
@@ -235,6 +263,7 @@ class _Builder:
         self._microbatches.append(i)
         self._stages.append(j)
         self._sources.append(source)
+        self._followed.append(before)
         self._dependencies.append(tuple(dependencies))
         return len(self._kinds) - 1
 
@@ -269,7 +298,6 @@ class _Builder:
 
     def add_offloads(self, order: Sequence[Action], chosen: Collection[tuple[int, int]]) -> None:
         """Add O and L of the ``chosen`` (micro-batch, stage) of a device, whose actions are in ``order``."""
-        self._queues = tuple(queue for queue in Queue if queue in (*self._queues, Queue.OFFLOAD, Queue.LOAD))
         action_of = {_F: self._forward, _B: self._backward, _I: self._backward}
         at = {(kind is _F, i, j): k for k, (kind, i, j) in enumerate(order) if kind is not _W}
         tasks = [action_of[kind][j][i] if kind is not _W else self._weight[j, i] for kind, i, j in order]
@@ -277,12 +305,14 @@ class _Builder:
         """By position of the action that gets the memory, its O."""
         for i, j in chosen:
             made = at[True, i, j]
-            leave = leaving[made + HOLD + 1] = self._add(_O, i, j, (tasks[made],))
+            leave = self._add(_O, i, j, (tasks[made],), before=self._begin(order[made + 1], tasks[made + 1]))
+            leaving[made + HOLD + 1] = leave
             self._depend(self._begin(order[made + HOLD + 1], tasks[made + HOLD + 1]), leave)
         for i, j in chosen:
             made, read = at[True, i, j], at[False, i, j]
-            back = self._add(_L, i, j, (leaving[made + HOLD + 1], tasks[read - AHEAD - 1]))
             # The load comes just before this action, and gets the memory that is there for it.
+            after = self._begin(order[read - AHEAD], tasks[read - AHEAD])
+            back = self._add(_L, i, j, (leaving[made + HOLD + 1], tasks[read - AHEAD - 1]), before=after)
             if (before := leaving.get(read - AHEAD)) is not None:
                 self._depend(back, before)
             self._depend(self._begin(order[read], tasks[read]), back)
@@ -297,7 +327,7 @@ class _Builder:
         ends = dict(self._last)
         for owner, user in self.wiring.ties:
             if user in self._last and owner not in self._sums and self._comes_back(owner, user):
-                self._sums[owner] = self._add(TaskKind.SUM, WHOLE_STEP, owner, self._last[owner])
+                self._sums[owner] = self._add(_S, WHOLE_STEP, owner, self._last[owner])
                 ends[owner] = [self._sums[owner]]
         updates = self.wiring.updates if self.phase is Phase.STEP else ()
         replicated = [stage for stage, _ in self.wiring.reduces]
@@ -352,18 +382,19 @@ class _Builder:
             if user not in self._first:  # A row without a micro-batch.
                 continue
             if self.phase is not Phase.BACKWARD:
-                values = self._add(_C, WHOLE_STEP, user, (), owner)
+                values = self._add(_C, WHOLE_STEP, user, (), owner, before=self._first[user][0])
                 for first in self._first[user]:
                     self._depend(first, values)
             if self._comes_back(owner, user):
-                self._depend(self._sums[owner], self._add(_C, WHOLE_STEP, owner, self._last[user], user))
+                total = self._sums[owner]
+                self._depend(total, self._add(_C, WHOLE_STEP, owner, self._last[user], user, before=total))
 
-    def _transfer(self, i: int, source: int, stage: int, table: list[list[int]]) -> None:
+    def _transfer(self, i: int, source: int, stage: int, table: Mapping[int, list[int]]) -> None:
         producer, consumer = table[source][i], table[stage][i]
         if table is self._backward and self._ruled is not None and self._recomputed[i]:
             self._depend(self._recompute[stage][i], producer)
         if self.placement[source] != self.placement[stage]:
-            producer = self._add(_C, i, stage, (producer,), source)
+            producer = self._add(_C, i, stage, (producer,), source, before=consumer)
             if self._to_order and (copies := self._to_order.get(self._lane(stage, source))) is not None:
                 copies.append(_OrderedCopy(consumer, -abs(stage - source), self.placement[source], producer))
         self._depend(consumer, producer)
@@ -393,13 +424,31 @@ class _Builder:
     def _depend(self, task: int, dependency: int) -> None:
         self._dependencies[task] = _with(self._dependencies[task], dependency)
 
-    def build(self, devices: tuple[str, ...]) -> TaskGraph:
-        """The graph, with its tasks numbered by clock cycle, and in a cycle copies before the tasks that they feed."""
-        cycles = self._cycles()
-        copies = [kind in COPY_KINDS for kind in self._kinds]
-        rank: list[float] = [2 * cycle + (not copy) for cycle, copy in zip(cycles, copies, strict=True)]
+    def _ranks(self, cycles: Sequence[int], *, shards: bool) -> list[float]:
+        """What tasks are numbered by.
+
+        The order of one device's tasks follows from its own actions, whatever is known of the others: actions are a
+        chain, a copy comes just before what needs it, and what a step has once comes behind, in the order in which it
+        waits for that of other devices. So a worker numbers its own part as the whole graph does.
+        """
+        once = (_S, _A, _U, _G) if shards else (_S, _A, _G, _U)
+        end = 2 * max(cycles, default=0) + 2
+        behind = {kind: end + 2 * k for k, kind in enumerate((*once, _C))}
+        rank: list[float] = [
+            2 * cycle + 1 if i != WHOLE_STEP else behind[kind]
+            for kind, i, cycle in zip(self._kinds, self._microbatches, cycles, strict=True)
+        ]
+        for copy, task in enumerate(self._followed):
+            if task >= 0:
+                rank[copy] = rank[task] - 1
         for copy, place in self._places.items():
             rank[copy] += place
+        return rank
+
+    def build(self, devices: tuple[str, ...], wiring: Wiring) -> TaskGraph:
+        """The graph, with its tasks numbered; ``wiring`` is that of the whole step."""
+        cycles = self._cycles()
+        rank = self._ranks(cycles, shards=wiring.shards)
         by_number = sorted(range(len(rank)), key=rank.__getitem__)
         number = _inverse(by_number)
         placement = self.placement
@@ -414,7 +463,7 @@ class _Builder:
             for dependency in before:
                 dependents = local if device_of[dependency] == device else remote
                 dependents[dependency] += (task,)
-        lanes = tuple(Lane(device, queue) for device in devices for queue in self._queues)
+        lanes = tuple(Lane(device, queue) for device in devices for queue in self.queues)
         lane_of = [self._lane(self._stages[index], self._sources[index], self._kinds[index]) for index in by_number]
         tasks = tuple(
             [
@@ -437,7 +486,7 @@ class _Builder:
             devices=devices,
             placement=placement,
             phase=self.phase,
-            wiring=self.wiring,
+            wiring=wiring,
             tasks=tasks,
             dependencies=tuple(dependencies),
             local_dependents=tuple(local),
@@ -445,7 +494,11 @@ class _Builder:
             lanes=lanes,
             lane_of=tuple(lane_of),
             gates=tuple(
-                [number[self._backward[self._rows.last_stage(i)][i]] for i in range(self.shape.microbatches)]
+                [
+                    number[self._backward[stage][i]]
+                    for i, stage in enumerate(map(self._rows.last_stage, range(self.shape.microbatches)))
+                    if stage in self._backward
+                ]
                 if self.phase is Phase.BACKWARD
                 else []
             ),
@@ -485,10 +538,10 @@ class _Builder:
         if source is not None:
             queue = 1 if source < stage else 2  # ``_USUAL_QUEUES`` are always there.
         elif kind in _QUEUE_OF:
-            queue = self._queues.index(_QUEUE_OF[kind])
+            queue = self.queues.index(_QUEUE_OF[kind])
         else:
             queue = 0
-        return self.placement[stage] * len(self._queues) + queue
+        return self.placement[stage] * len(self.queues) + queue
 
     def _cycles(self) -> list[int]:
         """The clock cycle of each task: the longest chain of compute tasks before it (F(i,j) of GPipe: i + j).

@@ -54,7 +54,7 @@ class Part:
     """A part of a task graph, and how it is joined to the others."""
 
     graph: TaskGraph
-    """The tasks of the part's devices, in their order. ``shape``, ``devices``, ``placement``, ``phase`` and ``wiring``
+    """The tasks of the part's devices: of one after the other, each in its order. ``shape``, ``devices``, ``placement``, ``phase`` and ``wiring``
     are those of the whole step, so that indices of devices and stages keep their meaning; ``lanes`` are the part's own.
     Gates of the whole graph come first, in their order, then arrivals."""
     whole: tuple[int, ...]
@@ -81,7 +81,8 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
     if unknown := own.difference(graph.devices):
         raise DeviceError(f"the step has no device {min(unknown)!r}; its devices are {', '.join(graph.devices)}")
     is_own = [graph.devices[device] in own for device in graph.placement]
-    whole = tuple([task.number for task in graph.tasks if is_own[task.stage]])
+    found = [task.number for task in graph.tasks if is_own[task.stage]]
+    whole = tuple(sorted(found, key=lambda number: graph.placement[graph.tasks[number].stage]))
     number = {task: position for position, task in enumerate(whole)}
     gates = [number[gated] for gated in graph.gates if gated in number]
     awaited = list(_awaited(graph, is_own, number))

@@ -2,11 +2,8 @@
 
 The tasks of an ordered schedule have numbers in which every dependency comes before its dependents. So devices that
 run their tasks in the order of these numbers, and wait at each for what other devices still owe it, never wait in a
-circle: the unfinished task of the lowest number can always run. A copy moves back to just before the task that needs
-it, since a device would otherwise wait for a value that it has no use for yet::
-
-    numbers    F0  C(grad 0)  F1  F2  B0         the gradient may come late, and F1 and F2 do not need it
-    program    F0  F1  F2  C(grad 0)  B0
+circle: the unfinished task of the lowest number can always run. A copy has its number just before the task that needs
+it, so no device waits for a value that it has no use for yet.
 
 What a task needs from its own device is ready when its turn comes; ``Program`` says what it needs from others.
 """
@@ -52,8 +49,8 @@ def programs(graph: TaskGraph) -> Programs:
     assert graph.rule is None
     device_of = [graph.placement[task.stage] for task in graph.tasks]
     orders: dict[int, list[int]] = {}
-    for number in sorted(range(len(graph.tasks)), key=lambda number: _place(graph, number)):
-        orders.setdefault(device_of[number], []).append(number)
+    for number, device in enumerate(device_of):
+        orders.setdefault(device, []).append(number)
     places = {
         number: (program, position)
         for program, order in enumerate(orders.values())
@@ -73,12 +70,3 @@ def programs(graph: TaskGraph) -> Programs:
         for device, order in orders.items()
     )
     return Programs(made, tuple(places[gated] for gated in graph.gates))
-
-
-def _place(graph: TaskGraph, number: int) -> tuple[int, int]:
-    """What orders the tasks: a copy comes before the first task of its device that needs it."""
-    if graph.tasks[number].source is None:
-        return number, len(graph.tasks)
-    # The copy after it on its lane does not need it.
-    needed = (after for after in graph.local_dependents[number] if graph.tasks[after].source is None)
-    return min(needed, default=number), number

@@ -61,6 +61,25 @@ class Wiring:
         updates = tuple(stage for stage, _ in reduces)
         return replace(self, links=links, ties=ties, updates=updates, reduces=reduces, shards=shards, rows=rows)
 
+    def around(self, own: frozenset[int], rows: Rows) -> Wiring:
+        """What concerns the stages in ``own``: what these exchange, and all that a sum of theirs over rows is of."""
+        reduces = tuple([each for each in self.reduces if not own.isdisjoint(rows.replicas(each[0]))])
+        summed = {stage for first, _ in reduces for stage in rows.replicas(first)}
+        return replace(
+            self,
+            links=tuple([each for each in self.links if not own.isdisjoint(each)]),
+            ties=tuple([each for each in self.ties if each[0] in summed or not own.isdisjoint(each)]),
+            updates=tuple([stage for stage in self.updates if stage in own or stage in summed]),
+            reduces=reduces,
+        )
+
+    def stages(self, rows: Rows) -> Iterator[int]:
+        """All stages that exchange something, some of them several times."""
+        for first, _ in self.reduces:
+            yield from rows.replicas(first)
+        for pair in (*self.links, *self.ties):
+            yield from pair
+
 
 class Reason(StrEnum):
     """Why a task waits for another."""
@@ -106,8 +125,9 @@ class Rule:
 class TaskGraph:
     """What ``lower`` makes of a schedule: immutable, and shared by every step of its shape.
 
-    Tasks are numbered by clock cycle, copies first, so a number is a priority, and every dependency has a lower
-    number than its dependents. Dependents are split by where they run because they are released at different times:
+    Tasks are numbered by clock cycle, a copy just before what needs it, and last what a step has once. So a number is a
+    priority, every dependency has a lower number than its dependents, and the order of a device's own tasks follows
+    from its actions alone. Dependents are split by where they run because they are released at different times:
     a *local* dependent (on the same device) when the task is dispatched, a *remote* one when the task is issued.
     """
 

@@ -13,9 +13,9 @@ from random_graphs import RandomOrder
 
 from asyncpipe.core.graph.export import to_dict, to_dot
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.task import Task
+from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
-from asyncpipe.core.kinds import TaskKind
+from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
@@ -130,11 +130,20 @@ def test_dependents_invert_dependencies_and_are_split_by_device(graph: TaskGraph
 
 @settings(max_examples=40)
 @given(any_graph)
-def test_numbers_are_topological_and_sorted_by_cycle_with_copies_first(graph: TaskGraph) -> None:
+def test_numbers_are_topological_by_cycle_with_copies_before_what_needs_them_and_the_whole_steps_last(
+    graph: TaskGraph,
+) -> None:
     assert [task.number for task in graph.tasks] == list(range(len(graph.tasks)))
     assert all(edge.dependency < edge.task for edge in graph.edges())
-    keys = [(task.cycle, task.kind is not TaskKind.COPY) for task in graph.tasks]
-    assert keys == sorted(keys)
+    computed = [task for task in graph.tasks if task.kind in COMPUTE_KINDS]
+    assert [task.cycle for task in computed] == sorted(task.cycle for task in computed)
+    for task in graph.tasks:
+        of_device = [other for other in graph.tasks[task.number :] if other.lane.device == task.lane.device]
+        if task.microbatch != WHOLE_STEP and task.kind is TaskKind.COPY and graph.rule is None:
+            after = next(other for other in of_device if other.kind is not TaskKind.COPY)
+            assert after.number in graph.local_dependents[task.number]
+        if task.microbatch == WHOLE_STEP and task.kind is not TaskKind.COPY:
+            assert all(other.microbatch == WHOLE_STEP for other in of_device)
 
 
 # Growth

@@ -31,7 +31,8 @@ def test_parts_together_are_the_whole_graph(draw: random.Random) -> None:
     assert sorted(number for each in parts for number in each.whole) == list(range(len(graph.tasks)))
     for each in parts:
         own, whole = each.graph, each.whole
-        assert list(whole) == sorted(whole), "the order is kept"
+        ordered = [(graph.placement[graph.tasks[number].stage], number) for number in whole]
+        assert ordered == sorted(ordered), "one device after the other, each in its order"
         assert [task._replace(number=whole[task.number]) for task in own.tasks] == [graph.tasks[n] for n in whole]
         assert [own.lanes[lane] for lane in own.lane_of] == [task.lane for task in own.tasks]
         assert {lane.device for lane in own.lanes}.isdisjoint(

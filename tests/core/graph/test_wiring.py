@@ -122,8 +122,8 @@ def test_tied_parameters_travel_once_a_step(name: str) -> None:
     assert [task.id for task in graph.tasks if task.microbatch == WHOLE_STEP and task.kind is TaskKind.COPY] == [
         "C(0>2)",
         "C(0>3)",
-        "C(3>0)",
         "C(2>0)",
+        "C(3>0)",
     ]
     bring, back = graph.find(TaskKind.COPY, WHOLE_STEP, 3, 0), graph.find(TaskKind.COPY, WHOLE_STEP, 0, 3)
     assert (bring.lane.queue, bring.lane.device, before(graph, bring)) == (Queue.COPY_IN, "dev:3", set())
