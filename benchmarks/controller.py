@@ -364,7 +364,7 @@ def _own_tasks(graph: TaskGraph) -> dict[str, OwnTasks]:
     for task in graph.tasks:
         own[task.lane.device].append(task.number)
     return {
-        device: OwnTasks(numbers, [number for number in numbers if graph.tasks[number].kind is TaskKind.COPY])
+        device: OwnTasks(numbers, [k for k, number in enumerate(numbers) if graph.tasks[number].kind is TaskKind.COPY])
         for device, numbers in own.items()
     }
 

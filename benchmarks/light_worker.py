@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.worker_notes import WorkerUse
-from asyncpipe.runtime.part_messages import PartEnded, StartPart
+from asyncpipe.runtime.part_messages import PartEnded, PartJournal, StartPart
 from asyncpipe.runtime.workers.control_client import ControlClient
 
 __all__ = ["OwnTasks", "answer", "serve"]
@@ -22,16 +22,20 @@ class OwnTasks:
     """Controller: these tasks of every step are yours."""
 
     numbers: Sequence[int]
-    """Of the whole graph."""
+    """Of the whole graph, in the order of the worker's part."""
     copies: Sequence[int]
-    """Those of them that bring something from another worker."""
+    """Those of them that bring something from another worker, by their places among them."""
+
+
+_TIMES: Final = {(kind, 1, source): (8, 1e-5) for kind, source in (("F", None), ("B", None), ("C", 0), ("C", 2))}
 
 
 def answer(step: int, own: OwnTasks) -> PartEnded:
     """A journal in which tasks run in the order of their numbers, 10 µs apart, and every copy has brought 4 bytes."""
-    events = [((k + 0.6) * 1e-5, TaskCompleted(step, k, k * 1e-5, (k + 0.5) * 1e-5)) for k in own.numbers]
-    notes = StepNotes(dict.fromkeys(own.copies, 4), arrived={copy: copy * 1e-5 for copy in own.copies})
-    return PartEnded(step, events, notes, use=WorkerUse(1 << 28, {}))
+    completed = [((k + 0.6) * 1e-5, number, k * 1e-5, (k + 0.5) * 1e-5) for number, k in enumerate(own.numbers)]
+    notes = StepNotes(dict.fromkeys(own.copies, 4), arrived={copy: own.numbers[copy] * 1e-5 for copy in own.copies})
+    journal = PartJournal(completed, [], notes).packed()
+    return PartEnded(step, len(completed), journal, _TIMES, use=WorkerUse(1 << 28, {}))
 
 
 async def serve(control: ControlClient) -> None:

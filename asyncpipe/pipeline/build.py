@@ -224,7 +224,11 @@ def build(
     offload = () if options.offload is None else check_offload(options.offload, len(staged.stages) // staged.rows)
     if staged.rows != rows:
         staged = replicated(staged, rows, tied=options.optimizer is None)
-    graphs = GraphCache(schedule, names, Wiring(staged.links, rows=rows), len(staged.stages), tuple(offload) * rows)
+    here = [device for device in devices if not device.is_elsewhere]
+    graphs = GraphCache(
+        *(schedule, names, Wiring(staged.links, rows=rows), len(staged.stages), tuple(offload) * rows),
+        around=[device.name for device in here] if len(here) < len(devices) else (),
+    )
     checkpoint = CheckpointMode(options.checkpoint)
     graph = graphs(options.pieces, Phase.STEP, checkpoint, True)
     if mesh is not None:
@@ -257,7 +261,6 @@ def build(
             hosted = options.optimizer_on_host and has_own_memory(stages[stage].device)
             sums[stage % count].shard(stage // count, optimizer, hosted=hosted)
     graphs.rewire(Wiring(staged.links, ties.links, updates, ties.statistics, reduces, shards, rows))
-    here = [device for device in devices if not device.is_elsewhere]
     streams = make_streams(here, graphs(options.pieces, Phase.STEP, checkpoint, True).lanes)
     parts = PipelineParts(
         options,

@@ -6,7 +6,7 @@ by which it runs, here and in every worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,13 +41,15 @@ class GraphCache:
         wiring: Wiring,
         stages: int,
         offload: Sequence[float] = (),
+        around: Collection[str] = (),
     ) -> None:
-        """``offload`` as for ``lower``."""
+        """``offload`` and ``around`` as for ``lower``."""
         self.devices = tuple(devices)
         """The names of the logical devices."""
         self._wiring = wiring
         self._stages = stages
         self._offload = tuple(offload)
+        self._around = frozenset(around)
         self.number = 0
         """Of the schedule that new steps follow."""
         self._lowered = {0: _Lowered(schedule, {})}
@@ -119,4 +121,5 @@ class GraphCache:
             phase=phase,
             wiring=wiring if update else replace(wiring, updates=()),
             offload=self._offload,
+            around=self._around,
         )

@@ -347,7 +347,7 @@ class RemoteStages(StagesHere):
     def result(self, execution: PartsExecution) -> PartResult:
         """What a step has left for its caller."""
         results: list[PartResult] = [
-            from_buffers(each.result) for each in execution.told().values() if each.result is not None
+            from_buffers(result) for name in execution.told() if (result := execution.ended[name].result) is not None
         ]
         if len(ends := [each for each in results if each.losses.keys or each.outputs]) == 1:
             losses, counts, _, outputs = ends[0]

@@ -191,7 +191,8 @@ class HangSearch:
     async def _hear(self, look: _Look, worker: WorkerLink) -> None:
         try:
             with suppress(WorkerLostError):
-                self._note(look, worker.name, await worker.query((look.step.number, AskedFor.MOVED)))
+                report = await worker.query((look.step.number, AskedFor.MOVED))
+                self._note(look, worker.name, _numbered(look.step, report))
         finally:
             del look.asked[worker.name]
 
@@ -213,11 +214,12 @@ class HangSearch:
         look, step, began = suspect.look, suspect.look.step, self._clock()
         there = {name: worker for name, worker in step.workers.items() if worker.lost is None}
         patience = min(max(seconds / 2, SHORTEST_PATIENCE), LONGEST_PATIENCE)
-        reports = await _answers(there, (step.number, AskedFor.ALL), patience)
+        told = await _answers(there, (step.number, AskedFor.ALL), patience)
+        # Large graphs take some time.
+        reports = await asyncio.to_thread(lambda: {name: _numbered(step, report) for name, report in told.items()})
         for name, report in reports.items():
             self._note(look, name, report)
         seen = [self._seen(look, worker, reports.get(name)) for name, worker in step.workers.items()]
-        # Large graphs take some time.
         roots = await asyncio.to_thread(hang_roots, step.number, step.graph, seen)
         root = self._chosen(suspect, seconds, roots, reports, look.moved_at >= began)
         if root is None:
@@ -295,6 +297,11 @@ class HangSearch:
             running = list(look.told[worker.name][1].running)
         how = "" if worker.lost is None else worker.lost.how
         return SeenWorker(worker.name, devices, report, worker.silent_seconds, running, how)
+
+
+def _numbered(step: PartsExecution, report: WorkerReport) -> WorkerReport:
+    """``report`` of a worker, in numbers of the step's graph."""
+    return report.numbered(step.number, lambda name: step.placed.names.number(name))
 
 
 def _over(look: _Look, inquiry: asyncio.Task[None]) -> None:

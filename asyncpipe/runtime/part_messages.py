@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from asyncpipe.core.engine.events import TaskCompleted, TaskFailed
+from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
+from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.records.parts_record import TaskEvent
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.worker_notes import WorkerUse
 from asyncpipe.errors import EdgeError
+from asyncpipe.runtime.workers.packed import Packed, pack, unpack
 from asyncpipe.runtime.workers.remote_errors import portable_error, with_remote_text
 from asyncpipe.shared_memory import Place
 
-__all__ = ["Call", "EdgeBroken", "PartEnded", "StartPart", "on_clock", "portable", "received"]
+__all__ = ["Call", "EdgeBroken", "PartEnded", "PartJournal", "StartPart", "portable", "received"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,52 @@ class Call:
     arguments: tuple[Any, ...] = field(default=(), repr=False)
 
 
+class PartJournal(NamedTuple):
+    """What happened in a part of a step. It is packed until somebody wants to know of single tasks."""
+
+    completed: list[tuple[float, int, float, float]]
+    """(when it was known, task, start, end); tasks have their numbers in the part."""
+    issued: list[tuple[float, int, float]]
+    """(when it was known, task, seconds of the host)."""
+    notes: StepNotes
+
+    def packed(self) -> bytes:
+        """For ``unpacked``."""
+        return bytes(pack(tuple(self)).parts[0])
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> PartJournal:
+        """What was ``packed``; nothing, if that is empty."""
+        return cls(*unpack(Packed([memoryview(packed)]), _no_class)) if packed else cls([], [], StepNotes())
+
+    def events(self, step: int, tasks: Sequence[int], offset: float) -> list[tuple[float, TaskEvent]]:
+        """What became of the tasks, with the number in ``tasks`` of each, and times that are ``offset`` less."""
+        found: list[tuple[float, TaskEvent]] = [
+            (at - offset, TaskCompleted(step, tasks[task], started - offset, ended - offset))
+            for at, task, started, ended in self.completed
+        ]
+        found += [(at - offset, TaskIssued(step, tasks[task], seconds)) for at, task, seconds in self.issued]
+        return found
+
+
+def _no_class(name: str) -> Any:
+    raise LookupError(name)  # A journal has none of the controller's script.
+
+
 @dataclass(frozen=True, slots=True)
 class PartEnded:
     """Worker: nothing of the step runs here any more."""
 
     step: int
-    events: Sequence[tuple[float, TaskEvent]] = field(repr=False)
-    """What became of the tasks that began. Tasks have their numbers in the whole graph."""
-    notes: StepNotes = field(repr=False)
+    completed: int = 0
+    """How many tasks are done."""
+    journal: bytes = field(default=b"", repr=False)
+    """A packed ``PartJournal``, of what did not fail."""
+    times: Mapping[tuple[str, int, int | None], tuple[int, float]] = field(default_factory=dict, repr=False)
+    """How long tasks take here: ``JobAccount.means``."""
+    compilations: Sequence[Compilation] = field(default=(), repr=False)
+    failed: Sequence[tuple[float, TaskFailed]] = ()
+    """Tasks that failed, with their numbers in the part, and when."""
     error: BaseException | None = None
     """Why the part did not run to its end, if not because it was stopped, and no task is to blame."""
     result: Any = field(default=None, repr=False)
@@ -90,26 +130,9 @@ def received(worker: str, ended: PartEnded) -> PartEnded:
     return _with_errors(ended, lambda error: with_remote_text(worker, error, next(texts)), ())
 
 
-def on_clock(ended: PartEnded, offset: float) -> PartEnded:
-    """``ended`` with times that are ``offset`` seconds less: those of the controller's clock."""
-    if not offset:
-        return ended
-
-    def moved(event: TaskEvent) -> TaskEvent:
-        if isinstance(event, TaskCompleted):
-            return event._replace(started=event.started - offset, ended=event.ended - offset)
-        return event
-
-    events = [(at - offset, moved(event)) for at, event in ended.events]
-    return replace(ended, events=events, notes=ended.notes.shifted(-offset))
-
-
 def _with_errors(
     ended: PartEnded, change: Callable[[BaseException], BaseException], tracebacks: Sequence[str]
 ) -> PartEnded:
-    events = [
-        (at, replace(event, error=change(event.error)) if isinstance(event, TaskFailed) else event)
-        for at, event in ended.events
-    ]
+    failed = [(at, replace(event, error=change(event.error))) for at, event in ended.failed]
     error = None if ended.error is None else change(ended.error)
-    return replace(ended, events=events, error=error, tracebacks=tracebacks)
+    return replace(ended, failed=failed, error=error, tracebacks=tracebacks)

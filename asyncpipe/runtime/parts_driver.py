@@ -20,13 +20,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 
-from asyncpipe.core.engine.events import Event, TaskCompleted, TaskFailed
+from asyncpipe.core.engine.events import Event
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import EdgeError, HangError, WorkerLostError
 from asyncpipe.runtime.hang_search import HangSearch
-from asyncpipe.runtime.part_messages import Call, PartEnded, StartPart, on_clock
+from asyncpipe.runtime.part_messages import Call, PartEnded, StartPart
 from asyncpipe.runtime.parts_execution import PartsExecution, PlacedPipeline, WorkerLink
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.step_driver import CANCEL_SECONDS, StepDriver
@@ -72,21 +71,13 @@ class PartsDriver(StepDriver[PartsExecution]):
         ``PipelineClosedError`` or ``WorkerLostError`` before anything runs.
         """
         self._check_open(pipeline.tenant)
-        workers: dict[str, WorkerLink] = {}
-        tasks: dict[str, list[int]] = {}
-        for task in graph.tasks:
-            worker = pipeline.workers[task.lane.device]
-            workers[worker.name] = worker
-            tasks.setdefault(worker.name, []).append(task.number)
-        for name in tuple(workers):
-            for other in pipeline.others.get(name, ()):
-                workers[other.name], tasks[other.name] = other, tasks[name]
+        workers = pipeline.graph(graph).workers
         for worker in workers.values():
             if worker.lost is not None:
                 raise worker.lost.while_running(())
         if pipeline.broken is not None:
             raise copy(pipeline.broken)
-        execution = PartsExecution(StepAbort(self._next_number), graph, pipeline, workers, tasks, self._clock())
+        execution = PartsExecution(StepAbort(self._next_number), graph, pipeline, self._clock())
         self._begin(execution, after)
         self._search.begin(execution)
         for name, worker in workers.items():
@@ -135,10 +126,10 @@ class PartsDriver(StepDriver[PartsExecution]):
         self._search.moved(part.step)
         link = execution.workers[worker]
         execution.clocks[worker] = link.clock_offset, link.clock_error
-        execution.ended[worker] = part = on_clock(part, link.clock_offset)
+        execution.ended[worker] = part
         if part.error is not None and execution.error is None:
             execution.error = part.error
-        if part.error is not None or any(isinstance(event, TaskFailed) for _, event in part.events):
+        if part.error is not None or part.failed:
             self._stop(execution)
         if len(execution.ended) == len(execution.workers):
             self._finish(execution)
@@ -153,7 +144,7 @@ class PartsDriver(StepDriver[PartsExecution]):
         for execution in tuple(self._under_way.values()):
             if execution.workers.get(worker.name) is worker and worker.name not in execution.ended:
                 found = error.while_running([_named(execution, other, task) for other, task, _ in ran], hang)
-                self.part_ended(worker.name, PartEnded(execution.number, (), StepNotes(), found))
+                self.part_ended(worker.name, PartEnded(execution.number, error=found))
 
     def edge_broken(self, pipeline: int, error: EdgeError) -> None:
         """An edge of ``pipeline`` broke, at one of its ends: end its steps, unless a worker turns out to be lost."""
@@ -196,8 +187,9 @@ class PartsDriver(StepDriver[PartsExecution]):
         found = []
         for step, number, started in worker.running():
             # Of a step that has failed elsewhere, a task may run on for a moment.
-            if (execution := self._under_way.get(step)) is not None and worker.name in execution.tasks:
-                found.append((execution, execution.graph.tasks[execution.tasks[worker.name][number]], started))
+            if (execution := self._under_way.get(step)) is not None and worker.name in execution.workers:
+                whole = execution.placed.tasks[worker.name][number]
+                found.append((execution, execution.graph.tasks[whole], started))
         return found
 
     def _finish(self, execution: PartsExecution) -> None:
@@ -205,10 +197,8 @@ class PartsDriver(StepDriver[PartsExecution]):
         self._search.end(execution.number)
         self._end(execution, end)
         for part in execution.ended.values():
-            execution.pipeline.compilations += part.notes.compilations
-            for _, event in part.events:
-                if isinstance(event, TaskCompleted):
-                    execution.pipeline.times.measured(execution.graph.tasks[event.task], event.ended - event.started)
+            execution.pipeline.compilations += part.compilations
+            execution.pipeline.times.means.update(part.times)
         if (observers := execution.tenant.observers).shown:
             observers.show(execution.record())
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
 
-from asyncpipe.core.engine.events import Outcome, StepCompleted, TaskCompleted, TaskFailed
+from asyncpipe.core.engine.events import Outcome, StepCompleted, TaskFailed
+from asyncpipe.core.graph.part import TaskNames, tasks_by_device
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.records.clocks import EdgePassage, agreed_shifts
 from asyncpipe.core.records.compilations import Compilation
-from asyncpipe.core.records.parts_record import WorkerPart, parts_record
+from asyncpipe.core.records.parts_record import TaskEvent, WorkerPart, parts_record
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerChange, WorkerNotes, WorkerState
 from asyncpipe.errors import EdgeError, WorkerLostError
-from asyncpipe.runtime.part_messages import PartEnded, on_clock
+from asyncpipe.runtime.part_messages import PartEnded, PartJournal
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.step_driver import DrivenStep, Tenant
 from asyncpipe.runtime.task_board import ShownTask
 
-__all__ = ["PartsExecution", "PlacedPipeline", "WorkerLink"]
+__all__ = ["PartsExecution", "PlacedGraph", "PlacedPipeline", "WorkerLink"]
 
 
 class WorkerLink(Protocol):
@@ -66,6 +68,42 @@ class WorkerLink(Protocol):
         """End it, after a moment in which it writes down ``stacks``; it is lost then. From any thread."""
 
 
+class PlacedGraph:
+    """A graph of steps in workers. What is known of single tasks is made when somebody looks, once. From any thread."""
+
+    def __init__(
+        self, graph: TaskGraph, workers: Mapping[str, WorkerLink], others: Mapping[str, Sequence[WorkerLink]]
+    ) -> None:
+        """``workers`` by name of the device; ``others`` as for ``PlacedPipeline``."""
+        self._graph = ref(graph)
+        self._worker_of = {device: workers[device].name for device in graph.devices}
+        self._others = others
+        used = {graph.placement[stage] for stage in {task.stage for task in graph.tasks}}
+        found = [workers[device] for place, device in enumerate(graph.devices) if place in used]
+        found += [other for worker in dict.fromkeys(found) for other in others.get(worker.name, ())]
+        self.workers = {worker.name: worker for worker in found}
+        """Those that run a part of it, by name."""
+
+    @cached_property
+    def tasks(self) -> Mapping[str, Sequence[int]]:
+        """The tasks of each worker, in the order of their numbers in its part."""
+        graph, found = self._alive(), dict[str, list[int]]()
+        for device, tasks in zip(graph.devices, tasks_by_device(graph), strict=True):
+            found.setdefault(self._worker_of[device], []).extend(tasks)
+        return found | {each.name: found[name] for name, same in self._others.items() for each in same}
+
+    @cached_property
+    def names(self) -> TaskNames:
+        """What workers call the tasks in their messages."""
+        return TaskNames(self._alive())
+
+    def _alive(self) -> TaskGraph:
+        """The graph. This object belongs to it, and must not keep it."""
+        graph = self._graph()
+        assert graph is not None
+        return graph
+
+
 class PlacedPipeline:
     """A pipeline whose stages are in workers. If one of these is lost, the pipeline cannot be used any more."""
 
@@ -94,6 +132,13 @@ class PlacedPipeline:
         """Set when an edge between two of its workers broke that are there: nothing passes there any more."""
         self.broken_edges: list[tuple[str, str] | tuple[int, int]] = []
         """All that broke."""
+        self._graphs: WeakKeyDictionary[TaskGraph, PlacedGraph] = WeakKeyDictionary()
+
+    def graph(self, graph: TaskGraph) -> PlacedGraph:
+        """``graph`` in the workers."""
+        if graph not in self._graphs:
+            self._graphs[graph] = PlacedGraph(graph, self.workers, self.others)
+        return self._graphs[graph]
 
     def tell(self, worker: WorkerLink, *, is_restart: bool = False) -> None:
         """Tell the pipeline's observers what has become of ``worker``."""
@@ -111,16 +156,13 @@ class PartsExecution(DrivenStep):
         abort: StepAbort,
         graph: TaskGraph,
         pipeline: PlacedPipeline,
-        workers: Mapping[str, WorkerLink],
-        tasks: Mapping[str, Sequence[int]],
         started: float,
     ) -> None:
         super().__init__(abort, graph, pipeline.tenant)
         self.pipeline = pipeline
-        self.workers = workers
+        self.placed = pipeline.graph(graph)
+        self.workers = self.placed.workers
         """Those that run a part of it, by name."""
-        self.tasks = tasks
-        """The tasks of each, in the order of their numbers in its part."""
         self.started = started
         self.ended: dict[str, PartEnded] = {}
         """What the workers have told, by name."""
@@ -130,80 +172,80 @@ class PartsExecution(DrivenStep):
         self._record: StepRecord | None = None
         self._over = 0.0
 
-    def told(self) -> dict[str, PartEnded]:
-        """What the workers have told, once they have ended. Of those that run the same part, one; the first to fail.
+    def told(self) -> list[str]:
+        """Who tells what has happened, once all have ended: of those that run the same part one, the first to fail."""
+        leaders = [name for name in self.ended if name not in self.pipeline.followers]
+        others = self.pipeline.others
+        return [min([name, *(each.name for each in others.get(name, ()))], key=self._fault) for name in leaders]
 
-        Where a worker failed because another one of its group did, the other one is to blame.
-        """
-        if not self.pipeline.followers:
-            return self.ended
-        parts = dict(self.ended)
-        failed = [part for part in parts.values() if _fault(part)[0] == 0]
-        for name, others in self.pipeline.others.items():
-            if name in parts:
-                parts[name] = min(parts[name], *(parts.pop(each.name) for each in others), key=_fault)
-        if failed or self.error is not None:
-            parts = {name: _blameless(part) for name, part in parts.items()}
-        return parts
+    def _fault(self, name: str) -> tuple[int, float]:
+        """Whether a task of a worker has failed (0), or only since others did (1), or none has, and when."""
+        offset, part = self.clocks[name][0], self.ended[name]
+        return min(((int(_is_others(event)), at - offset) for at, event in part.failed), default=(2, 0.0))
 
     def record(self) -> StepRecord:
         """Its record, once it is ``done``. From any thread. It is made when somebody asks for it."""
         with self._made:
             if self._record is None:
-                self._agree()
-                told = self.told()
-                parts = [WorkerPart(frozenset(self.tasks[name]), part.events) for name, part in told.items()]
-                share = self.tenant.share
+                journals = {name: PartJournal.unpacked(self.ended[name].journal) for name in self.told()}
+                notes = self._agreed({name: self._notes(name, journal) for name, journal in journals.items()})
+                tasks, share = self.placed.tasks, self.tenant.share
+                events = {name: self._events(name, journal) for name, journal in journals.items()}
+                parts = [WorkerPart(frozenset(tasks[name]), each) for name, each in events.items()]
                 record = parts_record(
                     self.number, self.graph, share, self.started, parts, self._over, self.error, after=self.follows
                 )
                 workers = {name: _worker_notes(self, worker) for name, worker in self.workers.items()}
-                notes = StepNotes.merged({name: part.notes for name, part in told.items()}, workers)
-                self._record = replace(record, notes=notes)
+                self._record = replace(record, notes=StepNotes.merged(notes, workers))
             return self._record
 
-    def _agree(self) -> None:
+    def _events(self, name: str, journal: PartJournal) -> list[tuple[float, TaskEvent]]:
+        """What became of the tasks of a worker, in numbers of the whole graph and on this process's clock."""
+        tasks, (offset, _), failed = self.placed.tasks[name], self.clocks[name], self.ended[name].failed
+        if failed and self.pipeline.followers and (self.error is not None or any(self._fault(each)[0] == 0 for each in self.ended)):
+            # Where a worker failed because another one of its group did, the other one is to blame.
+            failed = [(at, event) for at, event in failed if not _is_others(event)]
+        renumbered = [(at - offset, replace(event, task=tasks[event.task])) for at, event in failed]
+        return [*journal.events(self.number, tasks, offset), *renumbered]
+
+    def _notes(self, name: str, journal: PartJournal) -> StepNotes:
+        """What a worker has noted, in the same numbers and on the same clock."""
+        notes = journal.notes.renumbered(self.placed.tasks[name])
+        if notes.left:
+            number = self.placed.names.number
+            notes.left = {(number(task), number(before)): at for (task, before), at in notes.left.items()}
+        offset = self.clocks[name][0]
+        return notes.shifted(-offset) if offset else notes
+
+    def _agreed(self, notes: Mapping[str, StepNotes]) -> Mapping[str, StepNotes]:
         """Have the times of workers on several machines agree with the messages between them."""
         crossings = []
-        for name, part in self.ended.items():
-            for (task, _), left in () if name in self.pipeline.followers else part.notes.left.items():
+        for name, part in notes.items():
+            for (task, _), left in part.left.items():
                 receiver = self.pipeline.workers[self.graph.tasks[task].lane.device].name
-                arrived = self.ended[receiver].notes.arrived.get(task) if receiver in self.ended else None
+                arrived = notes[receiver].arrived.get(task) if receiver in notes else None
                 if arrived is not None:
                     crossings.append(EdgePassage(name, left, receiver, arrived))
         if not crossings:
-            return
+            return notes
         shifts = agreed_shifts({name: error for name, (_, error) in self.clocks.items()}, crossings)
         for name, shift in shifts.items():
             offset, error = self.clocks[name]
             self.clocks[name] = offset - shift, error
-            self.ended[name] = on_clock(self.ended[name], -shift)
+        return {name: part.shifted(shifts.get(name, 0.0)) for name, part in notes.items()}
 
     def finish(self, now: float) -> StepCompleted:
         """All its parts have ended: how it has."""
         self._over = now
-        tasks = Counter(type(event) for part in self.told().values() for _, event in part.events)
-        if self.error is None and not tasks[TaskFailed] and tasks[TaskCompleted] == len(self.graph.tasks):
+        completed = sum(self.ended[name].completed for name in self.told())
+        if self.error is None and completed == len(self.graph.tasks):
             return StepCompleted(self.number, Outcome.OK)
         return next(event for _, event in reversed(self.record().journal) if isinstance(event, StepCompleted))
 
 
-def _fault(part: PartEnded) -> tuple[int, float]:
-    """Whether a task has failed (0), or only since others did (1), or none has, and when."""
-    failures = [
-        (int(isinstance(event.error, EdgeError)), at) for at, event in part.events if isinstance(event, TaskFailed)
-    ]
-    return min(failures, default=(2, 0.0))
-
-
-def _blameless(part: PartEnded) -> PartEnded:
-    """``part`` without tasks that failed since others did."""
-    kept = [
-        (at, each)
-        for at, each in part.events
-        if not (isinstance(each, TaskFailed) and isinstance(each.error, EdgeError))
-    ]
-    return part if len(kept) == len(part.events) else replace(part, events=kept)
+def _is_others(failure: TaskFailed) -> bool:
+    """Whether a task failed since one of another worker did."""
+    return isinstance(failure.error, EdgeError)
 
 
 def _worker_notes(execution: PartsExecution, worker: WorkerLink) -> WorkerNotes:

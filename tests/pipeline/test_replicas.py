@@ -219,7 +219,7 @@ async def test_a_failed_step_of_replicas_leaves_everything_as_it_was():
 def test_gradients_are_reduced_on_a_lane_of_their_own():
     graph = opened(make_model(norm=False, tie=False), 2, optimizer=momentum).graph
     reduces = [task for task in graph.tasks if task.kind is TaskKind.REDUCE]
-    assert [task.id for task in reduces] == ["A(1,0)", "A(3,0)", "A(0,0)", "A(2,0)"]
+    assert [task.id for task in reduces] == ["A(0,0)", "A(2,0)", "A(1,0)", "A(3,0)"]
     assert {task.lane.queue for task in reduces} == {Queue.REDUCE}
     alone = opened(make_model(norm=False, tie=False), 1, optimizer=momentum).graph
     assert Queue.REDUCE not in {lane.queue for lane in alone.lanes}

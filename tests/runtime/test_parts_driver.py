@@ -16,6 +16,7 @@ from driver_helpers import Queued, StepStub
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.part import TaskNames, own_tasks
 from asyncpipe.core.hangs.reports import (
     PartReport,
     ReceiverReport,
@@ -32,7 +33,7 @@ from asyncpipe.errors import HangError, WorkerLostError
 from asyncpipe.runtime.executor import Assignment
 from asyncpipe.runtime.hang_search import INQUIRY
 from asyncpipe.runtime.observers import Observers
-from asyncpipe.runtime.part_messages import PartEnded
+from asyncpipe.runtime.part_messages import PartEnded, PartJournal
 from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.parts_execution import PlacedPipeline
 from asyncpipe.runtime.step_driver import Tenant
@@ -41,7 +42,8 @@ from asyncpipe.runtime.thread_executor import ThreadExecutor
 from asyncpipe.runtime.watchdog import Watchdog
 
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 4, 2), devices=["cpu:0", "cpu:1"], checkpoint=CheckpointMode.NEVER)
-SECOND = [task.number for task in GRAPH.tasks if task.lane.device == "cpu:1"]
+NAMES = TaskNames(GRAPH)
+FIRST, SECOND = (own_tasks(GRAPH, [device]) for device in GRAPH.devices)
 NUMBER = SECOND.index(next(task.number for task in GRAPH.tasks if task.id == "F(1,1)"))
 """Of F(1,1) in the part of the second worker."""
 
@@ -77,7 +79,8 @@ class Link:
         if not in_full:
             return replace(self.report, part=None)
         running = [
-            RunningReport("cpu:1", each.step, SECOND[each.task], "?", Clock.now - each.started) for each in self.shown
+            RunningReport("cpu:1", each.step, NAMES.of(SECOND[each.task]), "?", Clock.now - each.started)
+            for each in self.shown
         ]
         return replace(self.report, running=[*running, *self.report.running])
 
@@ -135,8 +138,8 @@ async def test_a_loss_names_what_ran_there_and_whose_it_was(driver, links):
     driver.worker_lost(Link("b"), links[1].lost)
     assert not mine.abort.is_requested
     driver.worker_lost(links[1], links[1].lost)
-    driver.part_ended("a", PartEnded(mine.number, (), StepNotes()))
-    driver.part_ended("a", PartEnded(others.number, (), StepNotes()))
+    driver.part_ended("a", PartEnded(mine.number))
+    driver.part_ended("a", PartEnded(others.number))
     first = f"{GRAPH.tasks[SECOND[0]].id} on cpu:1"
     with pytest.raises(WorkerLostError) as raised:
         await driver.issued(mine)
@@ -146,6 +149,11 @@ async def test_a_loss_names_what_ran_there_and_whose_it_was(driver, links):
     assert raised.value.running == (first, "F(1,1) on cpu:1 of another pipeline")
     with pytest.raises(WorkerLostError, match=r"SIGKILL$"):
         start(driver, links, job)
+
+
+def ended(step, done, notes, **more):
+    """A part that has run one task, and noted something."""
+    return PartEnded(step.number, 1, PartJournal([done], [], notes).packed(), **more)
 
 
 class Watcher:
@@ -173,11 +181,11 @@ async def test_records_are_on_one_clock_and_observers_are_told_of_workers(driver
     step = start(driver, links, pipeline)
     forward, copy = (next(task.number for task in GRAPH.tasks if task.id == name) for name in ("F(0,0)", "C(0,0>1)"))
     sent = WorkerUse(10, {"b": EdgeTraffic(1, 2, 0.0)})
-    done = [(101.0, TaskCompleted(step.number, forward, 100.0, 101.0))]
-    driver.part_ended("a", PartEnded(step.number, done, StepNotes(samples=[(101.0, "cpu", 5)]), use=sent))
-    done = [(1102.5, TaskCompleted(step.number, copy, 1102.0, 1102.5))]
-    notes = StepNotes(arrived={copy: 1101.5}, samples=[(1100.5, "cpu", 3), (1102.5, "cpu", 4)])
-    driver.part_ended("b", PartEnded(step.number, done, notes))
+    notes = StepNotes(samples=[(101.0, "cpu", 5)])
+    driver.part_ended("a", ended(step, (101.0, FIRST.index(forward), 100.0, 101.0), notes, use=sent))
+    number = SECOND.index(copy)
+    notes = StepNotes(arrived={number: 1101.5}, samples=[(1100.5, "cpu", 3), (1102.5, "cpu", 4)])
+    driver.part_ended("b", ended(step, (1102.5, number, 1102.0, 1102.5), notes))
     (record,) = watcher.records
     ran = {event.task: event[2:] for _, event in record.journal if isinstance(event, TaskCompleted)}
     assert ran == {forward: (100.0, 101.0), copy: (102.0, 102.5)}
@@ -205,10 +213,10 @@ async def test_no_message_arrives_before_it_left(driver, links):
     driver.place(pipeline, ())
     step = start(driver, links, pipeline)
     forward, copy = (next(task.number for task in GRAPH.tasks if task.id == name) for name in ("F(0,0)", "C(0,0>1)"))
-    done = [(101.0, TaskCompleted(step.number, forward, 100.0, 101.0))]
-    driver.part_ended("a", PartEnded(step.number, done, StepNotes(left={(copy, forward): 100.75})))
-    done = [(1101.5, TaskCompleted(step.number, copy, 1101.0, 1101.5))]
-    driver.part_ended("b", PartEnded(step.number, done, StepNotes(arrived={copy: 1100.5})))
+    notes = StepNotes(left={(NAMES.of(copy), NAMES.of(forward)): 100.75})
+    driver.part_ended("a", ended(step, (101.0, FIRST.index(forward), 100.0, 101.0), notes))
+    number = SECOND.index(copy)
+    driver.part_ended("b", ended(step, (1101.5, number, 1101.0, 1101.5), StepNotes(arrived={number: 1100.5})))
     (record,) = watcher.records
     notes = record.notes
     assert notes.left == {(copy, forward): 100.75}
@@ -240,7 +248,7 @@ async def test_the_worker_of_a_task_that_hangs_is_killed_once(driver, links, cap
     assert second == "F(1,1) on cpu:1 in worker 'b' has been computing for 81 s, and the step waits for it"
     links[1].lost = WorkerLostError("b", "was killed by its controller", -9)
     driver.worker_lost(links[1], links[1].lost)
-    driver.part_ended("a", PartEnded(step.number, (), StepNotes()))
+    driver.part_ended("a", PartEnded(step.number))
     with pytest.raises(WorkerLostError) as raised:
         await driver.issued(step)
     hang = raised.value.hang
@@ -254,8 +262,11 @@ async def test_a_worker_that_is_silent_during_a_step_is_killed_whatever_it_runs(
     assert (links[0].killed, links[1].killed) == ([], ["it has not answered for 9 s"])
 
 
-def begun(ended=(), heads=None, came=()):
-    return PartReport(frozenset(ended), heads or {}, frozenset(came))
+def begun(ended, heads):
+    """In the names that workers use."""
+    return PartReport(
+        frozenset(map(NAMES.of, ended)), {device: NAMES.of(task) for device, task in heads.items()}, frozenset()
+    )
 
 
 def task_number(name):
@@ -295,7 +306,7 @@ async def test_a_link_that_loses_what_is_sent_ends_the_step_and_kills_nobody(dri
     watchdog = await still(driver, links, 2.0)
     assert (watchdog.hung, step.abort.is_requested, links[0].killed, links[1].killed) == (1, True, [], [])
     for name in ("a", "b"):
-        driver.part_ended(name, PartEnded(step.number, (), StepNotes()))
+        driver.part_ended(name, PartEnded(step.number))
     with pytest.raises(HangError) as raised:
         await driver.issued(step)
     error = raised.value
@@ -319,7 +330,7 @@ async def test_who_does_not_take_messages_is_killed_and_its_stack_is_told(driver
     assert why == "worker 'b' does not take what worker 'a' sends, for which C(0,0>1) on cpu:1 waits"
     links[1].lost = WorkerLostError("b", why, -9)
     driver.worker_lost(links[1], links[1].lost)
-    driver.part_ended("a", PartEnded(step.number, (), StepNotes()))
+    driver.part_ended("a", PartEnded(step.number))
     with pytest.raises(WorkerLostError) as raised:
         await driver.issued(step)
     hang = pickle.loads(pickle.dumps(raised.value)).hang
@@ -334,7 +345,8 @@ async def test_a_step_in_which_something_happens_or_computes_goes_on(driver, lin
         links[0].report = replace(links[0].report, moved=moved)
         await still(driver, links, 4.0)
     links[1].report = replace(
-        links[1].report, running=[RunningReport("cpu:1", step.number, task_number("C(0,0>1)"), "C(0,0>1)", 1.0)]
+        links[1].report,
+        running=[RunningReport("cpu:1", step.number, NAMES.of(task_number("C(0,0>1)")), "C(0,0>1)", 1.0)],
     )
     await still(driver, links, 40.0)
     assert (step.abort.is_requested, links[0].killed, links[1].killed) == (False, [], [])

@@ -126,7 +126,8 @@ def lower(
             schedule.check(one)
         places[row] = checked_placement(schedule, one)
     placement = tuple(place + row * rows.devices for row in range(len(rows)) for place in places[0])
-    near, local = range(shape.devices), wiring
+    near: Collection[int] = range(shape.devices)
+    local = wiring
     if around and not isinstance(schedule, RuledSchedule):
         own = [stage for stage, place in enumerate(placement) if names[place] in around]
         local = wiring.around(frozenset(own), rows)

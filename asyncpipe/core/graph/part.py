@@ -2,7 +2,7 @@
 
 Each worker has some of the devices, and runs the tasks of these as a task graph of its own. Where a task waits for one
 of another part, it waits at a gate, and the other part has a *departure*: what is to be sent there. So one message is
-one dependency that crosses, named by its two tasks in numbers of the whole graph::
+one dependency that crosses, named by its two tasks::
 
     whole graph      F(0,0) ─▶ C(0,0>1) ─▶ F(0,1)        cpu:0 │ cpu:1
 
@@ -13,13 +13,17 @@ Tensors cross only to a copy, or to what replicas reduce and gather: it runs whe
 cross are mere order: under a rule R(i,j) waits for the task that makes its gradient. A copy of tied parameters waits
 for no task, since they are complete when the step begins; its message is named by ``BEGINNING``, and leaves when the
 step begins at the owner.
+
+Numbers of tasks are those of the graph that a part is cut from. A worker need not have the whole one (``lower`` with
+``around``), so between processes tasks have names (``TaskNames``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from asyncpipe.core.graph.task import Task
@@ -27,14 +31,37 @@ from asyncpipe.core.graph.task_graph import Rule, TaskGraph
 from asyncpipe.core.kinds import COLLECTIVE_KINDS, TaskKind
 from asyncpipe.errors import DeviceError
 
-__all__ = ["BEGINNING", "Departure", "Part", "owner_of", "part"]
+__all__ = ["BEGINNING", "Departure", "Part", "TaskNames", "owner_of", "own_tasks", "part"]
 
 BEGINNING = -1
 """In place of a task that is waited for: the beginning of the step in the other part."""
 
 
+_POSITIONS = {kind: position for position, kind in enumerate(TaskKind)}
+
+
+class TaskNames:
+    """The names of a graph's tasks: the same in every process, however much of a step's graph each has lowered."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        stages = graph.shape.stages
+        self._names = []
+        for _, kind, microbatch, stage, _, _, source, bucket in graph.tasks:
+            which = (microbatch + 1 if bucket is None else bucket) * len(_POSITIONS) + _POSITIONS[kind]
+            self._names.append((which * stages + stage) * (stages + 1) + (0 if source is None else source + 1))
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+
+    def of(self, number: int) -> int:
+        """The name of a task, 0 or more; ``BEGINNING`` has its own."""
+        return self._names[number] if number >= 0 else number
+
+    def number(self, name: int) -> int:
+        """The inverse of ``of``."""
+        return self._numbers[name] if name >= 0 else name
+
+
 class Departure(NamedTuple):
-    """What a task of another part waits for. Tasks are numbers of the whole graph."""
+    """What a task of another part waits for."""
 
     device: str
     """The device of the task that waits."""
@@ -54,13 +81,15 @@ class Part:
     """A part of a task graph, and how it is joined to the others."""
 
     graph: TaskGraph
-    """The tasks of the part's devices: of one after the other, each in its order. ``shape``, ``devices``, ``placement``, ``phase`` and ``wiring``
-    are those of the whole step, so that indices of devices and stages keep their meaning; ``lanes`` are the part's own.
-    Gates of the whole graph come first, in their order, then arrivals."""
+    """The tasks of the part's devices: of one device after the other, each in its order. ``shape``, ``devices``,
+    ``placement``, ``phase`` and ``wiring`` are those of the whole step, so that indices of devices and stages keep
+    their meaning; ``lanes`` are the part's own. Gates of the whole graph come first, in their order, then arrivals."""
     whole: tuple[int, ...]
-    """The number of each task in the whole graph."""
+    """The number of each task in the graph that the part was cut from."""
+    names: TaskNames
+    """Of that graph's tasks."""
     arrivals: Mapping[tuple[int, int], int]
-    """The gate that each message opens, by (task that waits, dependency): numbers of the whole graph."""
+    """The gate that each message opens, by (task that waits, dependency): numbers of that graph."""
     arrivals_from: Mapping[str, int]
     """How many messages come from each device of the other parts."""
     departures: tuple[tuple[Departure, ...], ...]
@@ -68,6 +97,19 @@ class Part:
     completed. A step that was aborted sends nothing."""
     at_start: tuple[Departure, ...]
     """What to send when the step begins."""
+
+    def name(self, task: int) -> int:
+        """The name of a task of the part."""
+        return self.names.of(self.whole[task])
+
+
+def own_tasks(graph: TaskGraph, devices: Collection[str]) -> tuple[int, ...]:
+    """The tasks of ``devices`` in the order of a part's: of one device after the other, each in its order."""
+    by_device: dict[int, list[int]] = {place: [] for place, device in enumerate(graph.devices) if device in devices}
+    for task in graph.tasks:
+        if (found := by_device.get(graph.placement[task.stage])) is not None:
+            found.append(task.number)
+    return tuple(chain.from_iterable(by_device.values()))
 
 
 def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
@@ -81,8 +123,7 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
     if unknown := own.difference(graph.devices):
         raise DeviceError(f"the step has no device {min(unknown)!r}; its devices are {', '.join(graph.devices)}")
     is_own = [graph.devices[device] in own for device in graph.placement]
-    found = [task.number for task in graph.tasks if is_own[task.stage]]
-    whole = tuple(sorted(found, key=lambda number: graph.placement[graph.tasks[number].stage]))
+    whole = own_tasks(graph, own)
     number = {task: position for position, task in enumerate(whole)}
     gates = [number[gated] for gated in graph.gates if gated in number]
     awaited = list(_awaited(graph, is_own, number))
@@ -100,6 +141,7 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
             rule=None if graph.rule is None else _restricted(graph.rule, number),
         ),
         whole=whole,
+        names=TaskNames(graph),
         arrivals={(task, before): gate for gate, (task, before, _) in enumerate(awaited, len(gates))},
         arrivals_from=Counter(sender for _, _, sender in awaited),
         departures=tuple(

@@ -46,8 +46,8 @@ class Task(NamedTuple):
     """A node of a task graph.
 
     ``number`` is its position in the graph and also its priority: tasks are numbered by clock cycle, a copy just before
-    what needs it, and last what a step has once. ``source`` is the stage that a copy takes its tensors from (``stage`` is where
-    they go); it is ``None`` for every other kind. This is a named tuple because a graph of 64 stages and 1024
+    what needs it, and last what a step has once. ``source`` is the stage that a copy takes its tensors from (``stage``
+    is where they go); it is ``None`` for every other kind. This is a named tuple because a graph of 64 stages and 1024
     micro-batches has 325,000 tasks, and creating frozen dataclasses takes five times as long.
     """
 

@@ -1,13 +1,13 @@
 """What a worker says of itself when it is asked what it is at: the evidence from which ``hangs.py`` finds a root.
 
 All of it is read while the worker's threads do what they do, so two numbers may be of two instants. That does no harm
-where nothing happens any more. Tasks have their numbers in the whole graph of their step.
+where nothing happens any more. Tasks have their names, and for the controller their numbers in its graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -108,6 +108,21 @@ class WorkerReport:
     """By worker that sends."""
     stacks: Mapping[str, Sequence[StackFrame]] = field(default_factory=dict)
     """By name of a thread: what it is in, the outermost call first."""
+
+    def numbered(self, step: int, number: Callable[[int], int]) -> WorkerReport:
+        """With the ``number`` of each task of the step in place of its name."""
+        part = self.part and PartReport(
+            frozenset(map(number, self.part.ended)),
+            {device: number(name) for device, name in self.part.heads.items()},
+            _numbered(self.part.came, number),
+        )
+        running = [each._replace(task=number(each.task)) if each.step == step else each for each in self.running]
+        sends = {peer: each._replace(queued=_numbered(each.queued, number)) for peer, each in self.sends.items()}
+        return replace(self, part=part, running=running, sends=sends)
+
+
+def _numbered(messages: Iterable[tuple[int, int]], number: Callable[[int], int]) -> frozenset[tuple[int, int]]:
+    return frozenset((number(task), number(before)) for task, before in messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from asyncpipe.core.graph.task import Task
-from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.policies.share import Share
 
 __all__ = ["JobAccount", "Jobs"]
@@ -30,22 +29,22 @@ class JobAccount:
     """That of the step that it submitted last."""
     steps: int = 0
     """Under way."""
-    _means: dict[tuple[TaskKind, int, int | None], tuple[int, float]] = field(default_factory=dict)
-    """(tasks measured, mean seconds) by kind and stage, and for a copy by its source."""
+    means: dict[tuple[str, int, int | None], tuple[int, float]] = field(default_factory=dict)
+    """(tasks measured, mean seconds) by letter and stage, and for a copy by its source."""
 
     def measured(self, task: Task, seconds: float) -> None:
         """Take in that ``task`` took ``seconds``."""
-        key = (task.kind, task.stage, task.source)
-        count, mean = self._means.get(key, (0, 0.0))
+        key = (task.kind.value, task.stage, task.source)
+        count, mean = self.means.get(key, (0, 0.0))
         count = min(count + 1, _LAST)
-        self._means[key] = (count, mean + (seconds - mean) / count)
+        self.means[key] = (count, mean + (seconds - mean) / count)
 
     def expected(self, task: Task) -> float | None:
         """The mean seconds of such tasks; ``None`` before the first.
 
         The mean of all until there are eight; from then on each new one weighs an eighth.
         """
-        found = self._means.get((task.kind, task.stage, task.source))
+        found = self.means.get((task.kind.value, task.stage, task.source))
         return None if found is None else found[1]
 
 

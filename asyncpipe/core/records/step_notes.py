@@ -58,9 +58,13 @@ class StepNotes:
     def renumbered(self, whole: Sequence[int]) -> StepNotes:
         """The notes of a worker's part with the numbers that tasks have in the whole graph, ``whole`` of each.
 
-        ``arrived`` and ``left`` have them already, since messages do.
+        But for ``left``, which has names of tasks.
         """
-        return replace(self, copied={whole[task]: size for task, size in self.copied.items()})
+        return replace(
+            self,
+            copied={whole[task]: size for task, size in self.copied.items()},
+            arrived={whole[task]: at for task, at in self.arrived.items()},
+        )
 
     def shifted(self, seconds: float) -> StepNotes:
         """The notes with all times so many seconds later. ``wakeups`` are durations."""

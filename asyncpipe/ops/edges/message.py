@@ -19,7 +19,7 @@ __all__ = ["EdgeHeader", "EdgeMessage", "MessageLayout", "ReceivedMessage", "Ten
 
 
 class EdgeHeader(NamedTuple):
-    """What a message is for. Tasks have their numbers in the whole graph of the step."""
+    """What a message is for. Tasks have their names (``core/graph/part.py``)."""
 
     epoch: int
     step: int

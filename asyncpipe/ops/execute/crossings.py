@@ -51,7 +51,7 @@ class Crossings:
     def __init__(
         self, graph: TaskGraph, part: Part, tensors: StepTensors, ties: Ties, reductions: Reductions, send: Send
     ) -> None:
-        """``graph`` is that of the whole step, of which ``part`` runs here."""
+        """``graph`` is what ``part`` was cut from."""
         self._graph = graph
         self._rows = graph.rows
         self._part = part
@@ -63,7 +63,7 @@ class Crossings:
         """By task that waits for several, and their stage: how many of these have been sent."""
         self._lock = threading.Lock()
         self._holds: dict[int, list[Callable[[], None]]] = {}
-        """By task, a number of the whole graph: what to call when it has taken what came for it."""
+        """By task, a number of the graph: what to call when it has taken what came for it."""
 
     def begin(self) -> None:
         """Send what others need of this worker before any of its tasks has run."""
@@ -123,7 +123,7 @@ class Crossings:
     def arrived(
         self, task: int, dependency: int, meta: bytes, tensors: list[Tensor | None], taken: Callable[[], None]
     ) -> None:
-        """Store what has come for ``task`` from the ``dependency``, numbers of the whole graph, before it is told.
+        """Store what has come for ``task`` from the ``dependency``, numbers of the graph, before it is told.
 
         ``taken`` is called when the task has run; never, if the step ends before.
         """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.core.engine.edge_shape import EdgeShape, EdgeState
-from asyncpipe.core.graph.part import Departure, Part
+from asyncpipe.core.graph.part import Departure, Part, TaskNames
 from asyncpipe.core.hangs.reports import PartReport, ReceiverReport, SenderReport
 from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerUse
 from asyncpipe.errors import EdgeError, OptionError
@@ -165,6 +165,7 @@ class Links:
         self,
         step: int,
         epoch: int,
+        names: TaskNames,
         left: dict[tuple[int, int], float] | None,
         departure: Departure,
         meta: bytes,
@@ -172,9 +173,10 @@ class Links:
         event: torch.Event | None,
     ) -> None:
         """Send what leaves by ``departure``. From any thread. When it leaves is noted in ``left``."""
+        task, dependency = names.of(departure.task), names.of(departure.dependency)
         if left is not None:
-            left[departure.task, departure.dependency] = time.perf_counter()
-        header = EdgeHeader(epoch, step, departure.task, departure.dependency)
+            left[task, dependency] = time.perf_counter()
+        header = EdgeHeader(epoch, step, task, dependency)
         self._edges.out[self._worker_of[departure.device]].send(EdgeMessage(header, tensors, meta, event))
 
     def _arrived(self, message: ReceivedMessage) -> None:
@@ -221,7 +223,7 @@ class Links:
         takes = {}
         for peer, edge in self._edges.into.items():
             holders = {
-                step.whole.tasks[header.task].lane.device
+                step.device_of(header.task)
                 for header in edge.held
                 for step, report in parts.items()
                 if step.number == header.step and report is not None and header.task not in report.ended

@@ -8,7 +8,7 @@ from dataclasses import replace
 from asyncpipe.core.engine.events import Outcome, TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.part import Part
 from asyncpipe.core.hangs.reports import PartReport
-from asyncpipe.core.records.parts_record import TaskEvent
+from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerUse
@@ -25,7 +25,7 @@ from asyncpipe.pipeline.step import PreparedStep
 from asyncpipe.pipeline.step_inputs import StepInputs
 from asyncpipe.pipeline.wire_messages import PartResult, Scalars
 from asyncpipe.runtime.execution import Execution, Gates
-from asyncpipe.runtime.part_messages import PartEnded, portable
+from asyncpipe.runtime.part_messages import PartEnded, PartJournal, portable
 
 __all__ = ["PartStep"]
 
@@ -41,6 +41,7 @@ class PartStep(PreparedStep):
         inputs: StepInputs,
         tenancy: Tenancy,
         part: Part,
+        times: JobAccount,
         tensors: StepTensors,
         crossings: Crossings,
         *,
@@ -49,6 +50,7 @@ class PartStep(PreparedStep):
         left: Mapping[tuple[int, int], float] | None,
     ) -> None:
         """``number`` is the step's in the controller. ``overlaps``: its gradients are set aside by its run of steps.
+        ``times`` is told how long tasks take.
 
         ``use`` is given where somebody gets its record, who wants to know that of the worker, and what the physical
         devices hold. In ``left`` is noted when messages leave, if they go to other machines.
@@ -57,15 +59,16 @@ class PartStep(PreparedStep):
         self.number = number
         self._worker = worker
         self.part = part
-        self.whole = inputs.graph(parts)
-        """The graph of the whole step."""
+        self._around = inputs.graph(parts)
+        """What the part was cut from."""
+        self._times = times
         self._crossings = crossings
         self._overlaps = overlaps
         self._use = use
         self._left = left
         self._gates = Gates()
         self._came: dict[tuple[int, int], float] = {}
-        """By task (of the whole graph) and its dependency, when the message came."""
+        """By the names of a task and its dependency, when the message came."""
         self.execution: Execution | None = None
         self.is_whole = False
         """Whether all its tasks have run, once it has ended."""
@@ -88,10 +91,15 @@ class PartStep(PreparedStep):
 
     def arrived(self, message: ReceivedMessage) -> None:
         """What a task waits for has come from another worker. Its credit goes back when the task has run."""
-        task, dependency = message.header.task, message.header.source
-        self._came[task, dependency] = message.at
+        names, header = self.part.names, message.header
+        task, dependency = names.number(header.task), names.number(header.source)
+        self._came[header.task, header.source] = message.at
         self._crossings.arrived(task, dependency, message.meta, list(message.tensors), message.release)
         self._gates.open([self.part.arrivals[task, dependency]])
+
+    def device_of(self, name: int) -> str:
+        """The device of a task of this part, by its name."""
+        return self._around.tasks[self.part.names.number(name)].lane.device
 
     def stop(self) -> None:
         """Begin no more tasks of it."""
@@ -113,19 +121,31 @@ class PartStep(PreparedStep):
         await execution.done
         record = execution.record()
         self.is_whole = record.outcome is Outcome.OK
-        events, notes = self._events(record), self._notes(record.notes)
+        journal, failed = self._journal(record)
         use = None if self._use is None else self._use()
-        return portable(self._worker, PartEnded(self.number, events, notes, error, result, use=use))
+        found = record.notes.compilations
+        ended = PartEnded(
+            self.number,
+            completed=len(journal.completed),
+            journal=journal.packed(),
+            times=self._times.means,
+            compilations=found,
+            failed=failed,
+            error=error,
+            result=result,
+            use=use,
+        )
+        return portable(self._worker, ended)
 
     def report(self) -> PartReport | None:
         """How far it is; ``None`` before it begins. From any thread, whatever the others do."""
         if (execution := self.execution) is None:
             return None
         ended, heads = self.tenancy.pool.threads.progress(execution)
-        whole = self.part.whole
+        name = self.part.name
         return PartReport(
-            frozenset(whole[task] for task in ended),
-            {device: whole[task] for device, task in heads.items()},
+            frozenset(map(name, ended)),
+            {device: name(task) for device, task in heads.items()},
             frozenset(tuple(self._came)),
         )
 
@@ -149,24 +169,28 @@ class PartStep(PreparedStep):
         losses, counts, norms = map(Scalars.of, tables)
         return to_buffers(PartResult(losses, counts, norms, outputs), "the output of the last stage")
 
-    def _events(self, record: StepRecord) -> list[tuple[float, TaskEvent]]:
-        """What became of the tasks, in numbers of the whole graph and of the controller's step."""
-        whole, step = self.part.whole, self.number
-        events: list[tuple[float, TaskEvent]] = []
+    def _journal(self, record: StepRecord) -> tuple[PartJournal, list[tuple[float, TaskFailed]]]:
+        """What became of the tasks, in numbers of the part and of the controller's step."""
+        journal = PartJournal([], [], self._notes(record.notes))
+        failed: list[tuple[float, TaskFailed]] = []
         for at, event in record.journal:
             if isinstance(event, TaskCompleted):
-                events.append((at, TaskCompleted(step, whole[event.task], event.started, event.ended)))
+                _, task, started, ended = event
+                journal.completed.append((at, task, started, ended))
+                self._times.measured(self.graph.tasks[task], ended - started)
             elif isinstance(event, TaskIssued):
-                events.append((at, TaskIssued(step, whole[event.task], event.seconds)))
+                journal.issued.append((at, event.task, event.seconds))
             elif isinstance(event, TaskFailed):
-                events.append((at, TaskFailed(step, whole[event.task], event.error)))
-        return events
+                failed.append((at, TaskFailed(self.number, event.task, event.error)))
+        return journal, failed
 
     def _notes(self, notes: StepNotes) -> StepNotes:
-        arrived: dict[int, float] = {}
-        for (task, _), at in tuple(self._came.items()):
-            arrived[task] = max(at, arrived.get(task, at))
-        found = replace(notes.renumbered(self.part.whole), arrived=arrived, left=dict(self._left or {}))
+        part, arrived = self.part, dict[int, float]()
+        for (task, dependency), at in tuple(self._came.items()):
+            gate = part.arrivals[part.names.number(task), part.names.number(dependency)]
+            number = part.graph.gates[gate]
+            arrived[number] = max(at, arrived.get(number, at))
+        found = replace(notes, arrived=arrived, left=dict(self._left or {}))
         if self._use is not None:
             note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
         return found

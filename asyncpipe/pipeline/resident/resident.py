@@ -12,6 +12,7 @@ import torch
 from asyncpipe.core.graph.part import Part, part
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.hangs.reports import WorkerReport
+from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.device.process_settings import ProcessSettings
@@ -67,6 +68,8 @@ class Resident:
         )
         self._parts.graphs.renumber(load.schedule)
         self._tenancy = Tenancy(pool, self._own, Tenant(load.share), own=False)
+        self._times = JobAccount("", True, load.share)
+        """How long tasks take here."""
         self._parts_of: WeakKeyDictionary[TaskGraph, Part] = WeakKeyDictionary()
         self.links = Links(self._load, control)
         self.states = StageStates(self._parts, self._check_idle, None if load.place is None else load.place.rank)
@@ -117,7 +120,7 @@ class Resident:
         graph = inputs.graph(self._parts)
         own = self._part(graph)
         left: dict[tuple[int, int], float] | None = {} if self._load.is_far else None
-        send = partial(self.links.send, start.step, work.epoch, left)
+        send = partial(self.links.send, start.step, work.epoch, own.names, left)
         resources = self._parts.resources
         reductions = Reductions(graph, tensors, resources.sums, resources.guard)
         step = PartStep(
@@ -127,6 +130,7 @@ class Resident:
             inputs,
             self._tenancy,
             own,
+            self._times,
             tensors,
             Crossings(graph, own, tensors, resources.ties, reductions, send),
             overlaps=work.overlaps,

@@ -35,7 +35,7 @@ def running_reports(driver: Driver, residents: Mapping[int, Resident], asked: in
             whose = f" of job {job!r}" if (job := each.execution.tenant.share.job) else " of another pipeline"
         seconds = time.perf_counter() - each.started
         name = f"{task.id}{whose}"
-        found.append(RunningReport(task.lane.device, number, step.part.whole[each.task], name, seconds))
+        found.append(RunningReport(task.lane.device, number, step.part.name(each.task), name, seconds))
     return found
 
 

@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import Any
 
 from asyncpipe.core.hangs.reports import AskedFor, WorkerReport
-from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.ops.device.wire import from_wire
 from asyncpipe.ops.edges.stage_group import Exchange, StageGroup
 from asyncpipe.pipeline.pool import DevicePool
@@ -171,7 +170,7 @@ class _ResidentStages:
                 start = replace(start, work=batches.views(start.work))
             step = resident.start(start)
         except Exception as error:  # noqa: BLE001 - the controller raises it
-            self._tell(PartEnded(start.step, (), StepNotes(), error))
+            self._tell(PartEnded(start.step, error=error))
             return
         ending = asyncio.create_task(self._end(resident, step))
         self._ending.add(ending)

@@ -129,10 +129,10 @@ def notes(number: int = 0) -> StepNotes:
     return made
 
 
-def test_renumbered_changes_copies_alone() -> None:
+def test_renumbered_changes_what_is_of_single_tasks_alone() -> None:
     made, after = notes(1), notes(1).renumbered([10, 11])
-    assert after.copied == {11: 8}
-    assert [f.name for f in fields(made) if getattr(made, f.name) != getattr(after, f.name)] == ["copied"]
+    assert (after.copied, after.arrived) == ({11: 8}, {11: 2.0})
+    assert [f.name for f in fields(made) if getattr(made, f.name) != getattr(after, f.name)] == ["copied", "arrived"]
 
 
 def test_shifted_changes_times_alone() -> None:
