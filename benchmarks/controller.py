@@ -9,7 +9,8 @@ Three kinds of workers, all of which compute nothing::
     stand-ins    objects in the controller's process that answer at once: what the controller does without sockets, at
                  numbers of workers for which no machine is large enough
 
-The journals of light workers and of stand-ins are as long as real ones. Every case has a fresh process. Memory and CPU
+The journals of light workers and of stand-ins are as long as real ones. Beside that: the bytes that each worker is sent
+when a pipeline opens, and what it costs a worker to lower its own part. Every case has a fresh process. Memory and CPU
 time are what the kernel says (``/proc``, so this needs Linux).
 """
 
@@ -24,6 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ from torch import nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import table
 from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
@@ -40,12 +43,17 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import WorkerLostError
 from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.wire import to_buffers
 from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.ops.model.stage_factory import StageFactory
+from asyncpipe.pipeline.build import build
+from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepOptions, StepWork
+from asyncpipe.pipeline.wire_messages import LoadPipeline, OpenedDoor
 from asyncpipe.runtime.observers import Observers
 from asyncpipe.runtime.part_messages import PartEnded, StartPart
 from asyncpipe.runtime.parts_driver import PartsDriver
@@ -54,10 +62,20 @@ from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.task_board import ShownTask
 from asyncpipe.runtime.workers.group import WorkerGroup
 from asyncpipe.runtime.workers.packed import Packed, pack, unpack
+from asyncpipe.runtime.workers.place import WorkerPlace
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 from benchmarks.light_worker import OwnTasks, answer
 
-__all__ = ["ControllerCase", "ControllerSize", "make_stage", "measure", "run", "show"]
+__all__ = [
+    "ControllerCase",
+    "ControllerSize",
+    "make_stage",
+    "measure",
+    "measure_opening",
+    "measure_part",
+    "run",
+    "show",
+]
 
 SCHEDULE = "1f1b"
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -80,11 +98,20 @@ class ControllerSize:
 
     workers: tuple[int, ...] = (2, 8)
     light: tuple[int, ...] = (2, 8, 64)
-    stand_ins: tuple[int, ...] = (2, 8, 64, 512, 1024)
+    stand_ins: tuple[int, ...] = (2, 8, 64, 512, 4096)
     microbatches: int = 32
     grown: tuple[int, ...] = (2, 4)
     """The second number of workers of each kind runs steps with so many times the micro-batches as well."""
     tasks: int = 40_000
+    opening: tuple[int, ...] = (64, 512, 4096)
+    """Numbers of workers of pipelines that are opened, with stand-ins."""
+    parts: tuple[tuple[str, int, int], ...] = (
+        *(("1f1b", workers, 1024) for workers in (64, 512, 4096)),
+        *((name, 512, 1024) for name in ("zb-h1", "interleaved")),
+    )
+    """(schedule, workers, micro-batches) of parts that a worker lowers alone."""
+    whole_parts: tuple[int, ...] = (64,)
+    """Numbers of workers for which a part is made of the whole graph as well."""
     fresh: bool = True
     """Whether each case has a process of its own."""
 
@@ -100,15 +127,27 @@ class ControllerSize:
 def run(progress: Progress, *, size: ControllerSize | None = None) -> Figures:
     """A row for each case. CPU times are of steps one after the other, behind two that warm up."""
     size = size or ControllerSize()
-    rows = []
-    for case in size.cases():
-        progress(f"{case.workers} {case.kind}, {case.microbatches} micro-batches")
-        if size.fresh:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-                rows.append(fresh.submit(measure, case).result())
-        else:
-            rows.append(measure(case))
-    return {"schedule": SCHEDULE, "rows": rows}
+
+    def measured(what: str, function: Callable[..., Figures], *arguments: object) -> Figures:
+        progress(what)
+        if not size.fresh:
+            return function(*arguments)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            return fresh.submit(function, *arguments).result()
+
+    return {
+        "schedule": SCHEDULE,
+        "rows": [
+            measured(f"{case.workers} {case.kind}, {case.microbatches} micro-batches", measure, case)
+            for case in size.cases()
+        ],
+        "opening": [measured(f"a pipeline of {count} workers opens", measure_opening, count) for count in size.opening],
+        "parts": [
+            measured(f"a part of {name}, {count} workers, {m} micro-batches", measure_part, name, count, m, whole)
+            for name, count, m in size.parts
+            for whole in (False, True)[: 1 + (count in size.whole_parts)]
+        ],
+    }
 
 
 def measure(case: ControllerCase) -> Figures:
@@ -150,7 +189,55 @@ def show(figures: Figures) -> str:
             times = f"{row['step_seconds'] * 1e3:.0f} ms", f"{row['first_cpu_seconds'] * 1e3:.0f} ms of CPU"
             of_workers.append([*cells, f"{row['worker_us']:.0f} µs", *times, *mb])
     workers = ["", *table(of_workers)] if of_workers[1:] else []
-    return "\n".join([*lines, *table(rows), *workers])
+    steps = [["kind", "workers", "m", "the controller, CPU a step", "a worker", "observed, CPU a step", "a task"]]
+    for row in figures["rows"]:
+        plain, observed = (row[name] * row["tasks_a_step"] for name in ("controller_us", "observed_us"))
+        costs = [f"{us / 1e3:.2f} ms" for us in (plain, observed)]
+        each = f"{plain / row['workers']:.0f} µs", f"{row['observed_us']:.1f} µs"
+        steps.append([row["kind"], str(row["workers"]), str(row["microbatches"]), costs[0], each[0], costs[1], each[1]])
+    opening = [["workers", "sent to each at opening", "of that its devices, names and edges", "in all"]]
+    for row in figures["opening"]:
+        sent, edges = row["sent_bytes"] / row["workers"], row["edge_bytes"] / row["workers"]
+        in_all = f"{row['sent_bytes'] / 1e6:.1f} MB"
+        opening.append([f"{row['workers']:,}", f"{sent:,.0f} B", f"{edges:,.0f} B", in_all])
+    parts = [["a part", "workers", "m", "lowered", "tasks of the part", "CPU", "memory"]]
+    for row in figures["parts"]:
+        what = [
+            row["schedule"],
+            f"{row['workers']:,}",
+            f"{row['microbatches']:,}",
+            "whole" if row["whole"] else "alone",
+        ]
+        parts.append([*what, f"{row['tasks']:,}", f"{row['seconds']:.2f} s", f"{row['memory'] / 1e6:.0f} MB"])
+    return "\n".join([*lines, *table(rows), *workers, "", *table(steps), "", *table(opening), "", *table(parts)])
+
+
+def measure_opening(workers: int) -> Figures:
+    """What a pipeline of so many workers, with a stage each, sends when it opens."""
+    devices = [Device(f"cpu:{k}", torch.device("cpu")) for k in range(workers)]
+    factory = StageFactory(make_stage, stages=workers).seeded(lambda: 0)
+    loss = nn.functional.mse_loss
+    options = PipelineOptions(microbatches=4, schedule=SCHEDULE, loss_fn=loss, optimizer=_sgd)
+    there: Any = _StandInWorkers()
+    pool: Any = SimpleNamespace(workers=there)
+    parts = build(factory, [device.elsewhere() for device in devices], options)
+    asyncio.run(RemoteStages(parts, devices, Tenant(), pool).load())
+    return {"workers": workers, "sent_bytes": there.sent_bytes, "edge_bytes": there.edge_bytes}
+
+
+def measure_part(schedule: str, workers: int, microbatches: int, whole: bool) -> Figures:
+    """What a worker in the middle needs for its part of a step, alone or from the whole graph."""
+    stages = workers * (found := find_schedule(schedule)).virtual
+    names = [f"cpu:{worker}" for worker in range(workers)]
+    own = [names[workers // 2]]
+    wiring = Wiring(Wiring.chain(stages).links, updates=tuple(range(stages)))
+    start, began = _status_bytes(os.getpid(), "VmRSS"), process_time()
+    shape = Shape(stages, microbatches, workers)
+    graph = lower(found, shape, devices=names, wiring=wiring, around=() if whole else own)
+    made = part(graph, own)
+    seconds, memory = process_time() - began, _status_bytes(os.getpid(), "VmHWM") - start
+    case = {"schedule": schedule, "workers": workers, "microbatches": microbatches, "whole": whole}
+    return {**case, "tasks": len(made.whole), "seconds": seconds, "memory": memory}
 
 
 class _Watcher:
@@ -369,6 +456,46 @@ def _own_tasks(graph: TaskGraph) -> dict[str, OwnTasks]:
     }
 
 
+class _StandInWorkers:
+    """In the place of a pool's workers while a pipeline opens: answer all messages, whose bytes are counted."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.transport, self.interface, self.pool_options = "shared_memory", None, b""
+        self.driver = PartsDriver()
+        self.sent_bytes = self.edge_bytes = 0
+        self.place = WorkerPlace("here", "here", "127.0.0.1")
+        self.has_own_accelerators = False
+
+    def new_pipeline(self) -> int:
+        return 0
+
+    def worker_of(self, devices: Sequence[Device]) -> dict[str, str]:
+        self.numbers = {device.name: number for number, device in enumerate(devices)}
+        return {device.name: device.name for device in devices}
+
+    def connection(self, name: str) -> _StandInWorkers:
+        return self
+
+    async def ask(self, message: object) -> OpenedDoor | None:
+        packed = pack(message)
+        self.sent_bytes += _size(packed)
+        if not isinstance(message, Packed):
+            return OpenedDoor("/run/user/1000/asyncpipe-edges-0123abcd/door", None)
+        load: LoadPipeline = unpack(packed, _no_class)
+        self.edge_bytes += _size(pack((load.devices, load.names, load.pairs, load.addresses, load.transports)))
+        return None
+
+    def shapes_to(self, worker: str) -> None:
+        return None
+
+    def take_restarted(self, names: Sequence[str]) -> Sequence[str]:
+        return ()
+
+    # What ``PartsDriver`` tells observers of a worker.
+    name, lost, pid = "", None, 0
+
+
 def _work(names: Sequence[str], microbatches: int, observed: bool) -> dict[str, Any]:
     """What a step sends to each worker, as ``RemoteStages`` makes it: the first gets mini-batches, the last targets."""
     weights = [1.0 / microbatches] * microbatches
@@ -377,8 +504,9 @@ def _work(names: Sequence[str], microbatches: int, observed: bool) -> dict[str, 
     takes = [{0: piece} for piece in pieces]
     batch = CutInputs([1] * microbatches, True, takes, pieces, has_target=True, is_padded_unevenly=False)
     inputs = StepInputs(StepOptions(), plan, True, CallerContext.capture(), batch, 0)
-    work = {}
-    for stage, name in enumerate(names):
-        own = replace(inputs, batch=batch.only([stage], Rows(len(names), len(names), (microbatches,))))
-        work[name] = to_buffers(StepWork(own, 0, None, False, observed), "the mini-batch")
-    return work
+    rows = Rows(len(names), len(names), (microbatches,))
+
+    def made(own: CutInputs) -> Any:
+        return to_buffers(StepWork(replace(inputs, batch=own), 0, None, False, observed), "the mini-batch")
+
+    return batch.spread({name: [stage] for stage, name in enumerate(names)}, rows, (), made)

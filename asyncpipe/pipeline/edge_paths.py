@@ -25,20 +25,38 @@ class EdgePaths:
         transport: str,
     ) -> None:
         """``connections`` by the workers' names; ``transport`` is what the pool was given."""
-        self.pairs = pairs
+        self._of: dict[int, list[tuple[int, int]]] = {number: [] for number in numbers.values()}
+        """The edges of each worker, in an order that is one for all."""
+        for pair in sorted(pairs):
+            for each in pair:
+                self._of[each].append(pair)
         self._names = {numbers[name]: name for name in connections}
         self._numbers = numbers
         self._places = {numbers[name]: each.place for name, each in connections.items()}
         between = "connection" if transport == "shared_memory" else transport
-        self.transports = {pair: transport if self._is_local(pair) else between for pair in pairs}
-        """How tensors travel on each edge. Two machines share no memory, so there the edge's connection replaces it."""
+        self._transports = transport, between
+        """Inside a machine, and between two. These share no memory, so there the edge's connection replaces it."""
         self.is_far = not all(map(self._is_local, pairs))
         """Whether some are between machines."""
+
+    def of(self, worker: str) -> Sequence[tuple[int, int]]:
+        """The edges of ``worker``."""
+        return self._of[self._numbers[worker]]
+
+    def peers(self, worker: str) -> list[str]:
+        """The workers that it has edges with, and itself."""
+        numbers = {self._numbers[worker], *(each for pair in self.of(worker) for each in pair)}
+        return [self._names[number] for number in sorted(numbers)]
+
+    def transports(self, worker: str) -> dict[tuple[int, int], str]:
+        """How tensors travel on the edges of ``worker``."""
+        local, between = self._transports
+        return {pair: local if self._is_local(pair) else between for pair in self.of(worker)}
 
     def open_door(self, pipeline: int, worker: str, interface: str | None) -> Call:
         """For whom ``worker`` must open its door. The answer is an ``OpenedDoor``."""
         me = self._numbers[worker]
-        coming = {self._is_local(pair) for pair in self.pairs if pair[1] == me}
+        coming = {self._is_local(pair) for pair in self.of(worker) if pair[1] == me}
         return Call(pipeline, "open_door", (me, True in coming, False in coming, interface))
 
     def addresses(self, worker: str, doors: Mapping[str, OpenedDoor]) -> dict[int, Address]:
@@ -48,7 +66,7 @@ class EdgePaths:
         """
         me = self._numbers[worker]
         found: dict[int, Address] = {}
-        for pair in self.pairs:
+        for pair in self.of(worker):
             if pair[0] == me:
                 door = doors[self._names[pair[1]]]
                 address = door.local if self._is_local(pair) else door.remote

@@ -34,7 +34,15 @@ from asyncpipe.pipeline.options import PipelineOptions
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.pipeline.stages_here import StagesHere, StagesToCome
 from asyncpipe.pipeline.step_inputs import CutInputs, StepInputs, StepWork
-from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline, OpenedDoor, PartResult, Scalars, StagePlace
+from asyncpipe.pipeline.wire_messages import (
+    Flags,
+    LoadPipeline,
+    OpenedDoor,
+    PartResult,
+    PlacedDevice,
+    Scalars,
+    StagePlace,
+)
 from asyncpipe.pipeline.workers import check_transport
 from asyncpipe.runtime.part_messages import Call
 from asyncpipe.runtime.parts_driver import LOSS_SECONDS, PartsDriver
@@ -93,7 +101,13 @@ class RemoteStages(StagesHere):
             for place, first in enumerate(ranks[0])
         }
         """By worker of rank 0: those that have the same stages, by rank."""
-        self._owned: dict[str, list[int]] = {name: [] for name in dict.fromkeys(self._worker_of.values())}
+        self._group_of = {name: names for names in self._groups.values() for name in names}
+        self._placed_on: dict[str, list[tuple[int, Device]]] = {}
+        """By worker: (position, device) of its devices."""
+        for rank in ranks:
+            for place, device in enumerate(rank):
+                self._placed_on.setdefault(self._worker_of[device.name], []).append((place, device))
+        self._owned: dict[str, list[int]] = {name: [] for name in self._placed_on}
         """By worker: its stages."""
         for stage in parts.resources.stages:
             for name in self._groups[self._worker_of[stage.device.name]]:
@@ -193,29 +207,31 @@ class RemoteStages(StagesHere):
         paths: EdgePaths,
         doors: Mapping[str, OpenedDoor],
     ) -> LoadPipeline:
-        numbers = self._workers.numbers
-        members = next(names for names in self._groups.values() if name in names)
-        devices = self._ranks[rank := members.index(name)]
+        numbers, peers, members = self._workers.numbers, paths.peers(name), self._group_of[name]
         return LoadPipeline(
             pipeline=self._number,
             model=model,
             is_factory=self._parts.factory is not None,
-            trains=self._trains,
+            trains=() if self._parts.factory is not None else self._trains,
             options=options,
-            devices=[(device.name, self._physical(device)) for device in devices],
-            workers=[numbers[self._worker_of[device.name]] for device in devices],
-            names={numbers[each]: each for each in self._owned},
+            count=len(self._ranks[0]),
+            devices={
+                place: PlacedDevice(device.name, self._physical(device), numbers[peer])
+                for peer in peers
+                for place, device in self._placed_on[peer]
+            },
+            names={numbers[each]: each for each in peers},
             me=numbers[name],
-            pairs=paths.pairs,
+            pairs=paths.of(name),
             addresses=paths.addresses(name, doors),
-            transports=paths.transports,
+            transports=paths.transports(name),
             is_far=paths.is_far,
-            shapes=self._workers.numbered_shapes(),
+            shapes=self._workers.shapes_to(name),
             settings=ProcessSettings.current(),
             share=self._tenant.share,
             schedule=self._schedule,
             pool=self._workers.pool_options,
-            place=StagePlace(members, rank, self._address(members)) if len(members) > 1 else None,
+            place=StagePlace(members, members.index(name), self._address(members)) if len(members) > 1 else None,
         )
 
     def _address(self, members: Sequence[str]) -> str | None:
@@ -242,7 +258,7 @@ class RemoteStages(StagesHere):
             for sender, receiver in zip(self._groups[firsts[a]], self._groups[firsts[b]], strict=True)
             if sender != receiver
         }
-        return sorted(found | {(b, a) for a, b in found})
+        return list(found | {(b, a) for a, b in found})
 
     async def unload(self) -> None:
         """Have the workers forget the pipeline."""
@@ -270,15 +286,14 @@ class RemoteStages(StagesHere):
         """What each worker needs for a step, on the caller's thread. Raises ``OptionError`` for what cannot be sent."""
         settings = ProcessSettings.current()
         others = None if settings == _USUAL_SETTINGS else settings
-        batch = inputs.batch
-        rows = self._parts.rows(len(batch.sizes))
-        work: dict[str, Sequence[PickleBuffer]] = {}
-        for name, stages in self._owned.items():
-            own = batch.only(stages, rows, batch.number if name in self._fed_workers else None)
-            part = StepWork(
-                replace(inputs, batch=own), self._epoch, others, overlaps, bool(self._tenant.observers.shown)
-            )
-            work[name] = to_buffers(part, "the mini-batch")
+        is_observed = bool(self._tenant.observers.shown)
+
+        def made(own: CutInputs) -> Sequence[PickleBuffer]:
+            part = StepWork(replace(inputs, batch=own), self._epoch, others, overlaps, is_observed)
+            return to_buffers(part, "the mini-batch")
+
+        rows = self._parts.rows(len(inputs.batch.sizes))
+        work = inputs.batch.spread(self._owned, rows, self._fed_workers, made)
         return PreparedWork(work, _flags(self._parts.module))
 
     def made(self, number: int) -> Waiting[CutInputs]:

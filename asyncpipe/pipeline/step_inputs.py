@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 __all__ = ["NO_TARGET", "CutInputs", "StepInputs", "StepOptions", "StepWork", "differing", "loss_weights", "target_of"]
+
+_T = TypeVar("_T")
 
 NO_TARGET: Any = object()
 """Stands for a target that was not given (``None`` is a target)."""
@@ -94,6 +96,28 @@ class CutInputs:
         takers = [rows.last_stage(i) in stages for i in range(len(self.targets))]
         targets = [target if takes_it else None for target, takes_it in zip(self.targets, takers, strict=True)]
         return replace(self, takes=takes, targets=targets if any(takers) else (), number=number)
+
+    def spread(
+        self,
+        owned: Mapping[str, Sequence[int]],
+        rows: Rows,
+        fed: Collection[str],
+        make: Callable[[CutInputs], _T],
+    ) -> dict[str, _T]:
+        """What ``make`` makes of what each worker takes, whose stages are in ``owned``: once for all that take nothing.
+
+        The workers in ``fed`` have made the mini-batch, if it has a number.
+        """
+        takers = {stage for each in self.takes for stage in each}
+        takers.update(rows.last_stage(i) for i in range(len(self.targets)))
+        made: dict[tuple[tuple[int, ...], int | None], _T] = {}
+        found = {}
+        for name, stages in owned.items():
+            key = tuple(sorted(takers.intersection(stages))), self.number if name in fed else None
+            if key not in made:
+                made[key] = make(self.only(key[0], rows, key[1]))
+            found[name] = made[key]
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: values that lie behind each other in memory as one."""

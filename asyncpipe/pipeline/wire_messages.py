@@ -27,6 +27,7 @@ __all__ = [
     "OpenedDoor",
     "PartResult",
     "Pieces",
+    "PlacedDevice",
     "Scalars",
     "StagePlace",
 ]
@@ -43,25 +44,25 @@ class LoadPipeline:
     is_factory: bool
     trains: Sequence[bool] = field(repr=False)
     """Of each parameter, in the order of ``parameters()``: whether it required a gradient when the pipeline was made,
-    and so belongs to an optimizer."""
+    and so belongs to an optimizer. A factory's stages say it themselves."""
     options: bytes = field(repr=False)
-    devices: Sequence[tuple[str, str]]
-    """(name, physical device) of all devices of the pipeline."""
-    workers: Sequence[int]
-    """The worker of each."""
+    count: int
+    """Of the pipeline's devices."""
+    devices: Mapping[int, PlacedDevice]
+    """By position among them: those of this worker, and of the workers that it has edges with."""
     names: Mapping[int, str]
     """Of these workers."""
     me: int
     pairs: Sequence[tuple[int, int]]
-    """The edges between workers, in one order for all."""
+    """Its edges, in an order that is one for all workers."""
     addresses: Mapping[int, Address]
     """Where those are reached that it sends to, while edges are made."""
     transports: Mapping[tuple[int, int], str]
     """How tensors travel on them."""
     is_far: bool
-    """Whether some are between machines, whose clocks are different."""
-    shapes: Mapping[tuple[int, int], EdgeShape] | None
-    """Of edges that are slower than they are, or do not work; ``None`` if they stay as they are."""
+    """Whether some of the pipeline's edges are between machines, whose clocks are different."""
+    shapes: Mapping[int, EdgeShape] | None
+    """Of edges that are slower than they are, or do not work, by their sender; ``None`` if all stay as they are."""
     settings: ProcessSettings
     share: Share
     schedule: int
@@ -89,6 +90,15 @@ class GroupValue(NamedTuple):
     members: Sequence[str]
     key: str
     value: bytes
+
+
+class PlacedDevice(NamedTuple):
+    """A device of a pipeline."""
+
+    name: str
+    physical: str
+    """As its worker calls it."""
+    worker: int
 
 
 class OpenedDoor(NamedTuple):

@@ -137,16 +137,12 @@ class Workers:
         """How tensors get from one worker to another."""
         return self._options.transport
 
-    def numbered_shapes(self) -> Mapping[tuple[int, int], EdgeShape] | None:
-        """``edge_shapes`` by the numbers of the workers that are known."""
+    def shapes_to(self, worker: str) -> Mapping[int, EdgeShape] | None:
+        """``edge_shapes`` of the edges to ``worker``, by the number of the sender, if that is known."""
         if self.edge_shapes is None:
             return None
-        numbers = self.numbers
-        return {
-            (numbers[sender], numbers[receiver]): shape
-            for (sender, receiver), shape in self.edge_shapes.items()
-            if sender in numbers and receiver in numbers
-        }
+        numbers, shapes = self.numbers, self.edge_shapes.items()
+        return {numbers[sender]: shape for (sender, to), shape in shapes if to == worker and sender in numbers}
 
     async def reshape(self, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
         """Give edges other shapes: those that are there, and those of later pipelines."""

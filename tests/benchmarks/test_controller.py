@@ -17,7 +17,16 @@ def quiet(_: str) -> None:
 
 def test_a_controller_is_measured_with_workers_that_answer_at_once() -> None:
     size = controller.ControllerSize(
-        workers=(), light=(2,), stand_ins=(2, 3), microbatches=40, grown=(4,), tasks=1, fresh=False
+        workers=(),
+        light=(2,),
+        stand_ins=(2, 3),
+        microbatches=40,
+        grown=(4,),
+        tasks=1,
+        opening=(4, 12),
+        parts=(("1f1b", 8, 4),),
+        whole_parts=(8,),
+        fresh=False,
     )
     figures = json.loads(json.dumps(controller.run(quiet, size=size)))
     assert [(row["kind"], row["workers"], row["microbatches"]) for row in figures["rows"]] == [
@@ -28,7 +37,10 @@ def test_a_controller_is_measured_with_workers_that_answer_at_once() -> None:
     assert all(row["observed_us"] > 0 for row in figures["rows"])
     once, grown = figures["rows"][2:]
     assert grown["journal_bytes"] == pytest.approx(4 * once["journal_bytes"], rel=0.1)
-    assert len(controller.show(figures).splitlines()) == 8
+    few, many = (row["edge_bytes"] / row["workers"] for row in figures["opening"])
+    assert many == pytest.approx(few, rel=0.3), "a worker is told of its own edges alone"
+    assert [(row["whole"], row["tasks"]) for row in figures["parts"]] == [(False, 17), (True, 17)]
+    assert len(controller.show(figures).splitlines()) == 25
 
 
 def test_the_cases_grow_one_number_of_workers() -> None:

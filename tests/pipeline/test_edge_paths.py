@@ -10,6 +10,7 @@ import pytest
 from asyncpipe.ops.edges.connect import TRANSPORTS
 from asyncpipe.pipeline.edge_paths import EdgePaths
 from asyncpipe.pipeline.pool_options import TransportName
+from asyncpipe.pipeline.wire_messages import OpenedDoor
 from asyncpipe.runtime.workers.place import WorkerPlace
 
 NUMBERS = {"a": 0, "b": 1, "far": 2}
@@ -25,8 +26,17 @@ def test_only_shared_memory_is_replaced_between_machines(transport: str, between
         name: SimpleNamespace(place=WorkerPlace("two" if name == "far" else "one", name, "127.0.0.1"))
         for name in NUMBERS
     }
-    paths = EdgePaths(connections, NUMBERS, [(0, 1), (1, 2)], transport)
-    assert paths.transports == {(0, 1): transport, (1, 2): between_machines}
+    paths = EdgePaths(connections, NUMBERS, [(1, 2), (0, 1)], transport)
+    assert paths.transports("b") == {(0, 1): transport, (1, 2): between_machines}
+
+
+def test_a_worker_is_told_of_its_own_edges_and_peers_alone() -> None:
+    connections: Any = {name: SimpleNamespace(place=WorkerPlace("one", name, "127.0.0.1")) for name in NUMBERS}
+    paths = EdgePaths(connections, NUMBERS, [(2, 1), (1, 2), (0, 1), (1, 0)], "shared_memory")
+    doors = {name: OpenedDoor(name, None) for name in NUMBERS}
+    assert (paths.of("a"), paths.peers("a")) == ([(0, 1), (1, 0)], ["a", "b"])
+    assert (paths.transports("a").keys(), paths.addresses("a", doors)) == ({(0, 1), (1, 0)}, {1: "b"})
+    assert (paths.peers("b"), paths.addresses("far", doors)) == (["a", "b", "far"], {1: "b"})
 
 
 def test_each_name_of_a_transport_is_one_that_edges_know() -> None:

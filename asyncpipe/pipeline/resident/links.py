@@ -46,7 +46,7 @@ class Links:
     def __init__(self, load: LoadPipeline, control: ControlClient) -> None:
         self._load = load
         self._control = control
-        self._worker_of = {name: worker for (name, _), worker in zip(load.devices, load.workers, strict=True)}
+        self._worker_of = {each.name: each.worker for each in load.devices.values()}
         self._edges = Edges({}, {})
         self._shaped: ShapedArrivals | None = None
         """Where edges are slower than they are, or do not work."""
@@ -73,8 +73,7 @@ class Links:
         """
         load, arrived = self._load, self._arrived
         if load.shapes is not None:
-            mine = {sender: shape for (sender, receiver), shape in load.shapes.items() if receiver == load.me}
-            self._shaped = ShapedArrivals(mine, self._arrived)
+            self._shaped = ShapedArrivals(load.shapes, self._arrived)
             arrived = self._shaped.arrived
         secret = self._control.edge_secret
         self._edges = connect(

@@ -52,12 +52,14 @@ class Resident:
     ) -> None:
         """Raises what ``build`` raises. ``group``: of the workers that have the stages together; this then blocks."""
         self.group = group
-        own = [physical for (_, physical), worker in zip(load.devices, load.workers, strict=True) if worker == load.me]
-        resolve_devices(own)  # The controller may be on another host.
-        named = [Device(name, torch.device(physical)) for name, physical in load.devices]
+        own = {place: each for place, each in load.devices.items() if each.worker == load.me}
+        resolve_devices([each.physical for each in own.values()])  # The controller may be on another host.
+        names = [load.devices[k].name if k in load.devices else f"device {k}" for k in range(load.count)]
         devices = [
-            device if number == load.me else device.elsewhere()
-            for device, number in zip(named, load.workers, strict=True)
+            Device(name, torch.device(own[k].physical))
+            if k in own
+            else Device(name, torch.device("meta"), is_elsewhere=True)
+            for k, name in enumerate(names)
         ]
         self._load = replace(load, model=())  # The tensors are those of the stages now, or copied to their devices.
         self._own = [device for device in devices if not device.is_elsewhere]
