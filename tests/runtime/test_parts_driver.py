@@ -16,7 +16,7 @@ from driver_helpers import Queued, StepStub
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.lower import CheckpointMode, lower
-from asyncpipe.core.graph.part import TaskNames, own_tasks
+from asyncpipe.core.graph.part import TaskNames, tasks_by_device
 from asyncpipe.core.hangs.reports import (
     PartReport,
     ReceiverReport,
@@ -43,7 +43,7 @@ from asyncpipe.runtime.watchdog import Watchdog
 
 GRAPH = lower(find_schedule("1f1b"), Shape(2, 4, 2), devices=["cpu:0", "cpu:1"], checkpoint=CheckpointMode.NEVER)
 NAMES = TaskNames(GRAPH)
-FIRST, SECOND = (own_tasks(GRAPH, [device]) for device in GRAPH.devices)
+FIRST, SECOND = tasks_by_device(GRAPH)
 NUMBER = SECOND.index(next(task.number for task in GRAPH.tasks if task.id == "F(1,1)"))
 """Of F(1,1) in the part of the second worker."""
 

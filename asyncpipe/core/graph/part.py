@@ -21,9 +21,8 @@ Numbers of tasks are those of the graph that a part is cut from. A worker need n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import NamedTuple
 
 from asyncpipe.core.graph.task import Task
@@ -31,7 +30,7 @@ from asyncpipe.core.graph.task_graph import Rule, TaskGraph
 from asyncpipe.core.kinds import COLLECTIVE_KINDS, TaskKind
 from asyncpipe.errors import DeviceError
 
-__all__ = ["BEGINNING", "Departure", "Part", "TaskNames", "owner_of", "own_tasks", "part"]
+__all__ = ["BEGINNING", "Departure", "Part", "TaskNames", "owner_of", "part", "tasks_by_device"]
 
 BEGINNING = -1
 """In place of a task that is waited for: the beginning of the step in the other part."""
@@ -103,13 +102,12 @@ class Part:
         return self.names.of(self.whole[task])
 
 
-def own_tasks(graph: TaskGraph, devices: Collection[str]) -> tuple[int, ...]:
-    """The tasks of ``devices`` in the order of a part's: of one device after the other, each in its order."""
-    by_device: dict[int, list[int]] = {place: [] for place, device in enumerate(graph.devices) if device in devices}
+def tasks_by_device(graph: TaskGraph) -> list[list[int]]:
+    """The tasks of each device, in their order. A part has those of its devices, of one after the other."""
+    found: list[list[int]] = [[] for _ in graph.devices]
     for task in graph.tasks:
-        if (found := by_device.get(graph.placement[task.stage])) is not None:
-            found.append(task.number)
-    return tuple(chain.from_iterable(by_device.values()))
+        found[graph.placement[task.stage]].append(task.number)
+    return found
 
 
 def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
@@ -123,7 +121,8 @@ def part(graph: TaskGraph, devices: Iterable[str]) -> Part:
     if unknown := own.difference(graph.devices):
         raise DeviceError(f"the step has no device {min(unknown)!r}; its devices are {', '.join(graph.devices)}")
     is_own = [graph.devices[device] in own for device in graph.placement]
-    whole = own_tasks(graph, own)
+    by_device = zip(graph.devices, tasks_by_device(graph), strict=True)
+    whole = tuple([number for device, tasks in by_device if device in own for number in tasks])
     number = {task: position for position, task in enumerate(whole)}
     gates = [number[gated] for gated in graph.gates if gated in number]
     awaited = list(_awaited(graph, is_own, number))
