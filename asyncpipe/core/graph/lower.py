@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from asyncpipe.core.checks import check_choice
@@ -131,12 +131,13 @@ def lower(
     if around and not isinstance(schedule, RuledSchedule):
         own = [stage for stage, place in enumerate(placement) if names[place] in around]
         local = wiring.around(frozenset(own), rows)
-        near = sorted({placement[stage] for stage in (*own, *local.stages(rows))})
-    orders = [
-        [rows.in_graph(action, row) for action in order]
-        for row, one in rows.shapes()
-        for order in _orders(schedule, one, places[row], phase, rows.devices_of(row, near))
-    ]
+        summed = [rows.replicas(stage) for stage, _ in local.reduces]
+        near = sorted({placement[stage] for stage in chain(own, *local.links, *local.ties, *summed)})
+    orders: list[Sequence[Action]] = []
+    for row, one in rows.shapes():
+        mine = [device % rows.devices for device in near if device // rows.devices == row]
+        found = _orders(schedule, one, places[row], phase, mine)
+        orders += [[rows.in_graph(action, row) for action in order] for order in found]
     offloads = any(offload) and phase is Phase.STEP
     queues = (
         *_USUAL_QUEUES,

@@ -10,7 +10,7 @@ device and a micro-batch have one number in the whole graph. A mini-batch is spr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -53,12 +53,6 @@ class Rows:
     def row_of(self, microbatch: int) -> int:
         """The row of a micro-batch."""
         return next(row for row, end in enumerate(accumulate(self.microbatches)) if microbatch < end)
-
-    def devices_of(self, row: int, devices: Collection[int]) -> Iterator[int]:
-        """Those of ``devices`` that are a row's, with their numbers in it."""
-        for device in range(self.devices):
-            if device + row * self.devices in devices:
-                yield device
 
     def stage_row(self, stage: int) -> int:
         """The row of a stage."""

@@ -73,13 +73,6 @@ class Wiring:
             reduces=reduces,
         )
 
-    def stages(self, rows: Rows) -> Iterator[int]:
-        """All stages that exchange something, some of them several times."""
-        for first, _ in self.reduces:
-            yield from rows.replicas(first)
-        for pair in (*self.links, *self.ties):
-            yield from pair
-
 
 class Reason(StrEnum):
     """Why a task waits for another."""
