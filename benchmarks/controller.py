@@ -221,7 +221,7 @@ def measure_opening(workers: int) -> Figures:
     there: Any = _StandInWorkers()
     pool: Any = SimpleNamespace(workers=there)
     parts = build(factory, [device.elsewhere() for device in devices], options)
-    asyncio.run(RemoteStages(parts, devices, Tenant(), pool).load())
+    asyncio.run(RemoteStages(parts, [devices], Tenant(), pool).load())
     return {"workers": workers, "sent_bytes": there.sent_bytes, "edge_bytes": there.edge_bytes}
 
 

@@ -202,7 +202,11 @@ class PartsExecution(DrivenStep):
     def _events(self, name: str, journal: PartJournal) -> list[tuple[float, TaskEvent]]:
         """What became of the tasks of a worker, in numbers of the whole graph and on this process's clock."""
         tasks, (offset, _), failed = self.placed.tasks[name], self.clocks[name], self.ended[name].failed
-        if failed and self.pipeline.followers and (self.error is not None or any(self._fault(each)[0] == 0 for each in self.ended)):
+        if (
+            failed
+            and self.pipeline.followers
+            and (self.error is not None or any(self._fault(each)[0] == 0 for each in self.ended))
+        ):
             # Where a worker failed because another one of its group did, the other one is to blame.
             failed = [(at, event) for at, event in failed if not _is_others(event)]
         renumbered = [(at - offset, replace(event, task=tasks[event.task])) for at, event in failed]
