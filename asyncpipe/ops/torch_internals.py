@@ -635,5 +635,4 @@ def gloo_group(store: Any, rank: int, size: int, address: str) -> Any:
     kind = group.BackendType.GLOO
     made._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, options))
     made._set_default_backend(kind)
-    made._set_group_name("stage")
     return made

@@ -1,0 +1,19 @@
+"""The example of tensor parallelism inside a stage computes what the unsplit model computes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_parallel" / "tensor_parallel.py"
+
+
+def test_losses_and_weights_are_those_of_the_unsplit_model() -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    *steps, apart = done.stdout.splitlines()
+    assert len(steps) == 5
+    losses, weights = map(float, re.findall(r"\d+\.\de[-+]\d+", apart))
+    assert losses < 1e-10 and weights < 1e-10
