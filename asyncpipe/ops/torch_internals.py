@@ -625,14 +625,17 @@ GROUP_CALLS = (
 """The methods of a process group that communicate, in all versions of torch."""
 
 
-def gloo_group(store: Any, rank: int, size: int, address: str) -> Any:
-    """A process group of gloo for tensors on the host, which the others reach at ``address``. Blocks."""
+def gloo_group(store: Any, rank: int, size: int, address: str, seconds: float) -> Any:
+    """A process group of gloo for tensors on the host, which the others reach at ``address``. Blocks so long at most."""
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
+    usual, options._timeout = options._timeout, timedelta(seconds=seconds)
     group, hash_store = torch.distributed.ProcessGroup, torch.distributed.HashStore  # type: ignore[attr-defined]
     made: Any = group(hash_store(), rank, size)
     kind = group.BackendType.GLOO
-    made._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, options))
+    backend = gloo(store, rank, size, options)
+    backend.set_timeout(usual)
+    made._register_backend(torch.device("cpu"), kind, backend)
     made._set_default_backend(kind)
     return made

@@ -229,3 +229,6 @@ class Workers:
 
     def _lost(self, worker: WorkerConnection, error: WorkerLostError) -> None:
         self.driver.worker_lost(worker, error)
+        for other in self.up.values():
+            with suppress(WorkerLostError):
+                other.send(Call(None, "member_lost", (worker.name,)))

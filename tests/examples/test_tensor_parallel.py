@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_parallel" / "tensor_parallel.py"
 
 
+@pytest.mark.long
+@pytest.mark.timeout(120)
 def test_losses_and_weights_are_those_of_the_unsplit_model() -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=55)
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     *steps, apart = done.stdout.splitlines()
     assert len(steps) == 5

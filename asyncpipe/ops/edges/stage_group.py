@@ -9,7 +9,9 @@ gloo itself opens one for each group, where it does not ask who comes::
       Exchange ◀─────────────────────── │ ◀────────── "0/rank 1" ── StageGroup
 
 Gloo cannot be interrupted. A member that waits in a collective waits until the others come, or go: who has failed, or
-has stopped, drops its group, which breaks the connections to the others, and the collectives there raise.
+has stopped, drops its group, which breaks the connections to the others, and the collectives there raise. While a group
+is made that is not so. So nobody begins to make it before all are there, and whoever has made it waits until all have;
+whoever is not going to come in an epoch says that it is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Exchange:
         self._tell: Callable[[str, bytes], None] | None = None
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        self._is_stopped = False
+        self._has_failed = False
 
     def name(self, tell: Callable[[str, bytes], None]) -> None:
         """The members are known: ``tell`` has all others call ``put`` with a key and a value."""
@@ -64,31 +66,29 @@ class Exchange:
     def begin(self, epoch: int) -> None:
         """Forget older epochs."""
         with self._changed:
-            self._is_stopped = False
             self._values = {key: value for key, value in self._values.items() if int(key.partition("/")[0]) >= epoch}
 
-    def stop(self) -> None:
-        """Have who waits wait no longer."""
+    def fail(self) -> None:
+        """A member is lost, or the pipeline is given up: nobody waits any more."""
         with self._changed:
-            self._is_stopped = True
+            self._has_failed = True
             self._changed.notify_all()
 
     def has(self, keys: Sequence[str]) -> bool:
         """Whether all these were said."""
         return all(key in self._values for key in keys)
 
-    def get(self, key: str, gone: str, until: float) -> bytes:
-        """What was said.
-
-        Raises ``EdgeError`` if somebody says ``gone``, at the monotonic time ``until``, or once it is stopped.
-        """
+    def get(self, epoch: int, key: str, until: float) -> bytes:
+        """What was said. Raises ``EdgeError`` if somebody is gone, and at the monotonic time ``until``."""
+        wanted, gone = f"{epoch}/{key}", f"{epoch}/{GONE}"
         with self._changed:
-            while key not in self._values:
-                if self._is_stopped or gone in self._values or time.monotonic() >= until:
-                    why = "did not come" if time.monotonic() >= until else "has failed, or the step was stopped"
+            while wanted not in self._values:
+                left = until - time.monotonic()
+                if self._has_failed or gone in self._values or left <= 0:
+                    why = "is gone or has failed" if left > 0 else "did not come"
                     raise EdgeError(f"the group of a stage could not be made: another worker of it {why}")
-                self._changed.wait(min(1.0, until - time.monotonic()))
-            return self._values[key]
+                self._changed.wait(left)
+            return self._values[wanted]
 
 
 class _EpochStore(Store):
@@ -103,8 +103,13 @@ class _EpochStore(Store):
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._exchange.say(f"{self._epoch}/{key}", bytes(value))
 
+    def meet(self, what: str, rank: int, size: int) -> None:
+        """This member is here, or is made; wait until all are."""
+        self.set(f"{what} {rank}", b"")
+        self.wait([f"{what} {other}" for other in range(size)])
+
     def get(self, key: str) -> bytes:
-        return self._exchange.get(f"{self._epoch}/{key}", f"{self._epoch}/{GONE}", self._until)
+        return self._exchange.get(self._epoch, key, self._until)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
@@ -170,7 +175,11 @@ class StageGroup(ProcessGroup):
                     raise EdgeError("the group of a stage is not used any more: its step has failed or was stopped")
                 if self._inner is None:
                     rank, size, address = self._place
-                    self._inner = gloo_group(_EpochStore(self.exchange, self._epoch), rank, size, address)
+                    store = _EpochStore(self.exchange, self._epoch)
+                    store.meet("here", rank, size)
+                    made = gloo_group(store, rank, size, address, MEET_SECONDS)
+                    store.meet("made", rank, size)
+                    self._inner = made
             work = getattr(self._inner, name)(*arguments, **options)
             if work is not None:
                 work.wait()

@@ -168,8 +168,11 @@ class Resident:
         """Begin no more tasks of a step, and of those that follow it."""
         if (step := self.links.steps.get(number)) is not None:
             step.stop()
-        if self.group is not None:
-            self.group.exchange.stop()
+
+    def member_lost(self, worker: str) -> None:
+        """A worker is lost, which may be of the group of this one."""
+        if self.group is not None and self._load.place is not None and worker in self._load.place.members:
+            self.group.exchange.fail()
 
     def settle(self, number: int, keep: bool) -> None:
         """A step is over in all workers: keep what it has left in gradients and buffers, or undo it."""

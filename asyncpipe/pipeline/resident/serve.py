@@ -161,7 +161,7 @@ class _ResidentStages:
         if (door := self._doors.get(pipeline)) is not None:
             door.give_up()
         if (exchange := self._exchanges.get(pipeline)) is not None:
-            exchange.stop()
+            exchange.fail()
 
     def _start(self, start: StartPart) -> None:
         resident = self._residents[start.pipeline]
@@ -170,6 +170,8 @@ class _ResidentStages:
                 start = replace(start, work=batches.views(start.work))
             step = resident.start(start)
         except Exception as error:  # noqa: BLE001 - the controller raises it
+            if resident.group is not None:
+                resident.group.drop()
             self._tell(PartEnded(start.step, error=error))
             return
         ending = asyncio.create_task(self._end(resident, step))
