@@ -626,7 +626,7 @@ GROUP_CALLS = (
 
 
 def gloo_group(store: Any, rank: int, size: int, address: str, seconds: float) -> Any:
-    """A process group of gloo for tensors on the host, which the others reach at ``address``. Blocks so long at most."""
+    """A process group of gloo for tensors on the host, which others reach at ``address``. Blocks so long at most."""
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]

@@ -56,7 +56,7 @@ def make_stage(stage: int) -> nn.Module:
 
 def shard(block: nn.Module, mesh: DeviceMesh) -> None:
     """Called in each worker of the stage's group, with the group's mesh."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: PLC0415
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
     parallelize_module(block, mesh, plan | {name: RowwiseParallel() for name in ("project", "down")})
