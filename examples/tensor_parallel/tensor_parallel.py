@@ -46,7 +46,8 @@ class Block(nn.Module):
         )
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.project(attended.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.feed_norm(x)))))
+        fed: Tensor = self.dropout(self.down(nn.functional.gelu(self.up(self.feed_norm(x)))))
+        return x + fed
 
 
 def make_stage(stage: int) -> nn.Module:
@@ -72,22 +73,28 @@ async def train(pipe: Pipeline) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of some steps, and the weights behind them."""
     torch.manual_seed(1)  # Dropout follows from it.
     async with pipe:
-        losses = [(await pipe.step(*batch(step))).loss.item() for step in range(STEPS)]
+        results = [await pipe.step(*batch(step)) for step in range(STEPS)]
+        losses = [result.loss.item() for result in results if result.loss is not None]
         return losses, {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
+def pipeline(factory: StageFactory, devices: list[str], workers: str) -> Pipeline:
+    return Pipeline(
+        factory,
+        devices,
+        microbatches=4,
+        schedule="1f1b",
+        loss_fn=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.AdamW, lr=0.01),
+        workers=workers,
+    )
+
+
 async def main() -> None:
-    options = {
-        "microbatches": 4,
-        "schedule": "1f1b",
-        "loss_fn": nn.functional.mse_loss,
-        "optimizer": partial(torch.optim.AdamW, lr=0.01),
-    }
     whole = StageFactory(make_stage, stages=2, seed=0)
     split = StageFactory(make_stage, stages=2, seed=0, group=2, shard=shard)
-    wanted, weights = await train(Pipeline(whole, ["cpu:0", "cpu:1"], **options))
-    devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
-    losses, sharded = await train(Pipeline(split, devices, workers="processes", **options))
+    wanted, weights = await train(pipeline(whole, ["cpu:0", "cpu:1"], "threads"))
+    losses, sharded = await train(pipeline(split, ["cpu:0", "cpu:1", "cpu:2", "cpu:3"], "processes"))
     for step, (ours, theirs) in enumerate(zip(losses, wanted, strict=True)):
         print(f"step {step}  loss {ours:.12f}  unsplit {theirs:.12f}")
     apart = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
