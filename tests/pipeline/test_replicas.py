@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import Pipeline
+from asyncpipe import Pipeline, pop, skippable, stash
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.errors import OptionError, SharedParameterError, TaskError
@@ -127,6 +127,8 @@ async def test_replicas_train_as_one_pipeline_with_all_micro_batches(schedule, r
         {"loss_fn": counted, "optimizer": partial(torch.optim.AdamW, lr=0.01), "update": lambda step: step == 2},
         {"optimizer": partial(torch.optim.AdamW, lr=0.01), "shard_optimizer": True},
         {"optimizer": momentum, "shard_optimizer": True, "update": lambda step: step % 2 == 1, "loss_fn": counted},
+        {"optimizer": momentum, "shard_optimizer": True, "norm": False, "offload": 0.5, "optimizer_on_host": True},
+        pytest.param({"optimizer": momentum, "norm": False, "compile": {"backend": "eager"}}, marks=pytest.mark.long),
     ],
 )
 async def test_what_a_step_may_have_besides(options):
@@ -223,6 +225,42 @@ def test_gradients_are_reduced_on_a_lane_of_their_own():
     assert {task.lane.queue for task in reduces} == {Queue.REDUCE}
     alone = opened(make_model(norm=False, tie=False), 1, optimizer=momentum).graph
     assert Queue.REDUCE not in {lane.queue for lane in alone.lanes}
+
+
+@skippable(stash=["kept"])
+class Keeps(nn.Module):
+    def forward(self, x):
+        yield stash("kept", x)
+        return x.tanh()
+
+
+@skippable(pop=["kept"])
+class Adds(nn.Module):
+    def forward(self, x):
+        kept = yield pop("kept")
+        return x + kept
+
+
+@pytest.mark.parametrize("optimizer", [momentum, None])
+def test_values_that_skip_stages_and_scaled_losses(optimizer):
+    found = []
+    for replicas in (1, 2):
+        torch.manual_seed(3)
+        layers = [Keeps(), nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4), Adds(), nn.Linear(4, 4)]
+        model = nn.Sequential(*layers).double()
+        own = None if optimizer else torch.optim.SGD(model.parameters(), 0.1)
+        scaler = None if optimizer else torch.amp.GradScaler("cpu", init_scale=1024.0)
+        with opened(model, replicas, MOST * 2 // replicas, optimizer=optimizer, balance=[3, 3]).sync() as pipe:
+            for step in range(2):
+                pipe.step(*batch(step, 27), scaler=scaler)
+                if own is not None:
+                    scaler.unscale_(own)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    scaler.step(own)
+                    scaler.update()
+                    own.zero_grad()
+        found.append(list(model.state_dict().values()))
+    assert_equal(*found)
 
 
 class Counting(nn.Module):

