@@ -37,6 +37,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("device", "out"),
     ),
     "prediction": ("predicted steps on several hosts, against measured ones of workers with slowed edges", ()),
+    "reductions": (
+        "reductions over replicas in the bubble: 4 × 8 simulated, against all at the end; the picture of a real 2 × 4",
+        ("out",),
+    ),
     "unet": ("U-Nets on one device: speed, and the largest one in a given memory", ("device", "size")),
 }
 """By name: what it measures, and its options, which are keyword arguments of ``run``."""

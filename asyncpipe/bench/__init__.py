@@ -30,7 +30,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a step by asyncpipe, a plain loop, bare threads, bare processes and torch.distributed.pipelining",
         ("cases", "contestants", "repeats"),
     ),
-    "plan": ("predicted steps of ten pipelines on 2 CPU devices, against measured ones", ()),
+    "plan": ("predicted steps of 14 pipelines on 2 CPU devices, 4 of them with replicas, against measured ones", ()),
     "sharing": ("jobs on the same devices: shares by weight, and what a background job gets and takes", ()),
 }
 """By name: what it measures, and its options, which are keyword arguments of ``run``."""
