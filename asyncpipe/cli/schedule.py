@@ -131,7 +131,7 @@ def _lowered(name: str, costs: Costs, args: argparse.Namespace) -> _LoweredSched
         shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
     else:
         shape, costs = _shape_on_devices(schedule, costs, args)
-    shape, wiring = in_rows(shape, None, args)
+    shape, wiring = in_rows(shape, args)
     graph = lower(schedule, shape, checkpoint=checkpoint, phase=phase, wiring=wiring)
     return _LoweredSchedule(schedule, graph, costs, f"{headline(graph, checkpoint.value)}, costs {spelled(costs)}")
 

@@ -50,7 +50,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -148,6 +147,8 @@ class _CostModel:
     """Whether the costs have a unit of their own."""
     sizes: Callable[[Task], float] | None = None
     """The bytes of messages, on a topology."""
+    buckets: Sequence[int] = ()
+    """The number of each stage, if it was measured."""
 
 
 NEEDS = {
@@ -178,7 +179,7 @@ def _simulate(args: argparse.Namespace) -> int:
     schedule = find_schedule(args.name, order=args.order)
     shape = shape_of(schedule, args.stages, args.microbatches, args.virtual)
     model = _cost_model(args, schedule.placement(shape))
-    shape, wiring = in_rows(shape, model.wiring, args)
+    shape, wiring = in_rows(shape, args, model.wiring, model.buckets)
     models, names = _jittered(model.costs, args), None
     if args.topology is not None:
         from asyncpipe.cli.prediction_files import read_topology
@@ -229,28 +230,30 @@ def _simulate(args: argparse.Namespace) -> int:
 def _cost_model(args: argparse.Namespace, placement: Sequence[int]) -> _CostModel:
     if args.profile is None:
         costs, sent = parse_costs(args.costs), args.sent or 0
-        sizes = partial(_message_size, sent)
-        return _CostModel(costs, f"costs {spelled(costs)}", unit=TRACE_UNIT, sizes=sizes)
+        return _CostModel(
+            costs,
+            f"costs {spelled(costs)}",
+            unit=TRACE_UNIT,
+            sizes=lambda task: sent if task.kind is TaskKind.COPY else 0,
+        )
     from asyncpipe.cli.prediction_files import read_profile
 
     profile = read_profile(args.profile)
     checkpoint = CheckpointMode.parse(args.checkpoint)
-    pieces, rows = args.microbatches * args.replicas, {"replicas": args.replicas, "shards": args.shard_optimizer}
+    pieces, rows = args.microbatches * args.replicas, args.replicas
     balance = args.balance or even_balance(profile.layer_seconds(pieces, checkpoint), args.stages)
-    measured = profile.costs(balance, pieces, checkpoint, placement, **rows)
+    shards: bool = args.shard_optimizer
+    measured = profile.costs(balance, pieces, checkpoint, placement, replicas=rows, shards=shards)
     return _CostModel(
         costs=measured,
         label=f"costs of {args.profile}, balance {','.join(map(str, balance))}",
-        wiring=profile.wiring(balance, placement, **rows),
+        wiring=profile.wiring(balance, placement),
+        buckets=[*map(len, profile.buckets(balance))],
         memory=profile.memory(balance, pieces, placement=placement),
         overhead=profile.measurement(pieces).step,
         virtual=False,
         sizes=measured.size,
     )
-
-
-def _message_size(sent: int, task: Task) -> float:
-    return sent if task.kind is TaskKind.COPY else 0.0
 
 
 def _jittered(costs: Callable[[Task], float], args: argparse.Namespace) -> list[Callable[[Task], float]]:

@@ -6,6 +6,7 @@ Nothing here imports torch, so that these commands start quickly.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from asyncpipe.cli.arguments import count
@@ -66,15 +67,16 @@ def shape_of(schedule: Schedule, stages: int, microbatches: int, virtual: int | 
     return Shape(stages, microbatches, stages // virtual)
 
 
-def in_rows(shape: Shape, wiring: Wiring | None, args: argparse.Namespace) -> tuple[Shape, Wiring | None]:
-    """The shape and the wiring of ``args.replicas`` pipelines, if there are several, with one bucket a stage."""
+def in_rows(
+    shape: Shape, args: argparse.Namespace, wiring: Wiring | None = None, buckets: Sequence[int] = ()
+) -> tuple[Shape, Wiring | None]:
+    """The shape and the wiring of ``args.replicas`` pipelines, if there are several; by default with a bucket each."""
     rows: int = args.replicas
-    if rows == 1:
-        if args.shard_optimizer:
-            raise OptionError("--shard-optimizer shares the optimizer among replicas; give --replicas R with it")
-        return shape, wiring
-    if wiring is None:
-        wiring = Wiring.chain(shape.stages).in_rows(rows, [1] * shape.stages, shards=args.shard_optimizer)
+    if args.shard_optimizer and rows == 1:
+        raise OptionError("--shard-optimizer shares the optimizer among replicas; give --replicas R with it")
+    if rows > 1:
+        chain = wiring or Wiring.chain(shape.stages)
+        wiring = chain.in_rows(rows, buckets or [1] * shape.stages, shards=args.shard_optimizer)
     return Shape(shape.stages * rows, shape.microbatches * rows, shape.devices * rows), wiring
 
 

@@ -27,7 +27,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.edges.connect import HOST_TRANSPORTS
 from benchmarks import BENCHMARKS as OURS
-from benchmarks import edges, examples, graphs, metrics, unet
+from benchmarks import edges, examples, graphs, metrics, reductions, unet
 from benchmarks import many_steps as many
 from benchmarks.__main__ import main as ours
 from benchmarks.byte_counters import ByteMeter
@@ -143,14 +143,31 @@ def test_the_planner_predicts_what_it_measures():
         plan.PredictedPipeline("gpipe", (1, 2), 2),
         plan.PredictedPipeline("1f1b", (2, 1), 2, "always"),
         plan.PredictedPipeline("zb-h1", (1, 2), 2),
+        plan.PredictedPipeline("gpipe", (3,), 1, replicas=2, shard_optimizer=True),
     )
     variants = [[str(each.name) for each in plan.step_variants(choice)] for choice in choices]
-    assert variants == [["KEPT"], ["KEPT", "RECOMPUTED"], ["KEPT", "SPLIT"]]
+    assert variants == [["KEPT"], ["KEPT", "RECOMPUTED"], ["KEPT", "SPLIT"], ["KEPT"]]
     figures, shown = measured(plan, size=plan.PlanSize(widths=(8, 8, 8, 8), samples=8, rounds=1, choices=choices))
-    assert [row["schedule"] for row in figures["rows"]] == ["gpipe", "1f1b", "zb-h1"]
+    assert [row["schedule"] for row in figures["rows"]] == ["gpipe", "1f1b", "zb-h1", "gpipe"]
+    assert 0 <= figures["in_order"] <= figures["pairs"] <= 6
     for row in figures["rows"]:
         assert row["ratio"] == pytest.approx(row["predicted_seconds"] / row["measured_seconds"])
-    assert len(shown.splitlines()) == 2 + 2 + 3
+    assert len(shown.splitlines()) == 2 + 2 + 4
+
+
+def test_reductions_are_hidden_where_devices_have_something_to_compute():
+    options = {"replicas": 2, "devices": 2, "microbatches": 4, "schedules": ("1f1b", "interleaved", "zbv")}
+    figures, shown = measured(reductions, **options)
+    rows = {row["schedule"]: row for row in figures["rows"] if row["gradients"] == "float32"}
+    for row in rows.values():
+        times = [row[f"{arm}_seconds"] for arm in ("alone", "tasks", "device", "step")]
+        assert times == sorted(times)
+    # With one stage a device, tasks begin no earlier than a device that waits for its own end.
+    assert rows["1f1b"]["within_tasks_share"] == pytest.approx(rows["1f1b"]["within_device_share"], abs=0.02)
+    assert rows["1f1b"]["hidden_tasks_share"] == pytest.approx(0.0, abs=0.02)
+    for name in ("interleaved", "zbv"):
+        assert rows[name]["hidden_tasks_share"] > rows[name]["hidden_device_share"] + 0.1
+    assert "| interleaved |" in shown
 
 
 def test_sharing_measures_both_kinds_of_shares():

@@ -18,7 +18,7 @@ of micro-batches is measured, and none is interpolated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import fmean
@@ -241,7 +241,7 @@ class Profile:
             recomputed=sum(checkpoint.recomputes(i, microbatches) for i in range(microbatches)),
             host_bandwidth=measured.host_bandwidth,
             update=[size / measured.updating / (replicas if shards else 1) for size in self._trained(balance)],
-            buckets=[_buckets(size) for size in self._trained(balance)],
+            buckets=self.buckets(balance),
             rows=replicas,
             reducing=measured.reducing,
         )
@@ -277,26 +277,19 @@ class Profile:
             fixed=[round(each) for each in fixed],
         )
 
-    def wiring(
-        self,
-        balance: Sequence[int],
-        placement: Sequence[int] | None = None,
-        *,
-        replicas: int = 1,
-        shards: bool = False,
-    ) -> Wiring:
-        """The links between the stages, skips included, their ties and, with ``replicas``, their buckets.
-
-        ``placement`` is that of ``memory``.
-        """
+    def wiring(self, balance: Sequence[int], placement: Sequence[int] | None = None) -> Wiring:
+        """The links between the stages, skips included, and their ties; ``placement`` is that of ``memory``."""
         stage_of = self._stage_of(balance)
         links = {(stage_of[source], stage_of[user]) for source, user in self.links}
         ties = {(owner, user) for owner, user, _ in self._replicas(balance, placement)}
-        wiring = Wiring(tuple(sorted(link for link in links if link[0] != link[1])), tuple(sorted(ties)))
-        if replicas > 1:
-            return wiring.in_rows(replicas, [len(_buckets(size)) for size in self._trained(balance)], shards=shards)
         has_optimizer = any(measured.updating < inf for measured in self.measurements.values())
-        return replace(wiring, updates=tuple(range(len(balance)))) if has_optimizer else wiring
+        updates = range(len(balance) if has_optimizer else 0)
+        return Wiring(tuple(sorted(link for link in links if link[0] != link[1])), tuple(sorted(ties)), tuple(updates))
+
+    def buckets(self, balance: Sequence[int]) -> list[list[int]]:
+        """The bytes of the buckets of each stage, as if no parameter were larger."""
+        counts = [(size, -(-size // BUCKET_BYTES)) for size in self._trained(balance)]
+        return [[size // max(1, count)] * count for size, count in counts]
 
     def _trained(self, balance: Sequence[int]) -> list[int]:
         """The bytes that the optimizer of each stage updates."""
@@ -391,12 +384,6 @@ def _kept(measured: Measurement, start: int, end: int) -> tuple[int, int]:
     received = sum(inputs.values())
     more = sum(size for memory, size in others.items() if memory not in counted and memory not in inputs)
     return received + sum(layer.saved for layer in measured.layers[start:end]) + more, received
-
-
-def _buckets(size: int) -> list[int]:
-    """The bytes of the buckets of a stage with ``size`` bytes of gradients, if parameters are small."""
-    count = -(-size // BUCKET_BYTES)
-    return [size // count] * count if count else []
 
 
 def _fixed(layer: ProfiledLayer, scale: float) -> float:

@@ -109,8 +109,7 @@ class Plan:
             "microbatches": self.microbatches,
             "checkpoint": self.checkpoint.value,
             **({"offload": list(self.offload)} if self.offload else {}),
-            **({"replicas": self.replicas} if self.replicas > 1 else {}),
-            **({"shard_optimizer": True} if self.shards else {}),
+            **({"replicas": self.replicas, "shard_optimizer": self.shards} if self.replicas > 1 else {}),
         }
 
 
@@ -242,13 +241,11 @@ class _Search:
         devices = 0 if self.devices % replicas or not numbers else self.devices // replicas
         for name, schedule in self.schedules.items():
             for virtual in sorted({schedule.virtual, *range(1, MOST_VIRTUAL + 1)}):
-                stages = devices * virtual
-                if not devices:
-                    text = f"{replicas} replicas must divide the devices and the micro-batches"
-                    self._refusals.setdefault(name, text)
-                    continue
-                if stages > len(self.profile.layers):
-                    self._refusals.setdefault(name, f"{stages} stages need as many layers")
+                stages, layers = devices * virtual, len(self.profile.layers)
+                if not 0 < stages <= layers:
+                    reason = f"{stages} stages need as many layers"
+                    odd = f"{replicas} replicas must divide the devices and the micro-batches"
+                    self._refusals.setdefault(name, reason if stages else odd)
                     continue
                 for number in numbers:
                     try:
@@ -281,11 +278,9 @@ class _Search:
         return busiest_device(costs, placement, m, recomputed, self._speeds(candidate)) + between
 
     def _costs(self, candidate: _PlanCandidate, balance: Sequence[int]) -> StageCosts:
-        placement, rows = self._placement(candidate), candidate.replicas
-        shards = candidate.shards
-        return self.profile.costs(
-            balance, candidate.pieces, candidate.checkpoint, placement, replicas=rows, shards=shards
-        )
+        pieces, mode, at = candidate.pieces, candidate.checkpoint, self._placement(candidate)
+        rows, shards = candidate.replicas, candidate.shards
+        return self.profile.costs(balance, pieces, mode, at, replicas=rows, shards=shards)
 
     def _speeds(self, candidate: _PlanCandidate) -> list[float]:
         """Those of the devices of a replica, at each place that of the slowest; nothing without a topology."""
@@ -378,8 +373,10 @@ class _Search:
         return Placing(graph.devices, graph.placement, tuple(wait / seconds if seconds else 0.0 for wait in waits))
 
     def _graph(self, candidate: _PlanCandidate, balance: tuple[int, ...], offload: tuple[float, ...] = ()) -> TaskGraph:
-        rows, shards = candidate.replicas, candidate.shards
-        wiring = self.profile.wiring(balance, self._placement(candidate), replicas=rows, shards=shards)
+        rows, wiring = candidate.replicas, self.profile.wiring(balance, self._placement(candidate))
+        if rows > 1:
+            buckets = [*map(len, self.profile.buckets(balance))]
+            wiring = wiring.in_rows(rows, buckets, shards=candidate.shards)
         key = candidate, wiring, offload
         if key not in self._graphs:
             self._graphs[key] = lower(

@@ -268,7 +268,7 @@ def test_what_replicas_and_updates_cost_is_found_again_in_their_steps():
     layers = tuple(ProfiledLayer(str(k), 8 * k, 8 * k) for k in range(2))
     profile = Profile(layers, ((0, 1),), {3: replace(measured, reducing=2.0)})
     assert profile.wiring([1, 1]) == Wiring(((0, 1),), (), (0, 1))
-    assert profile.wiring([1, 1], replicas=2) == Wiring(((0, 1), (2, 3)), (), (1,), (), ((1, 1),), rows=2)
+    assert profile.buckets([1, 1]) == [[], [8]]
     shared = profile.costs([1, 1], 3, replicas=2, shards=True)
     assert (shared.update, shared.buckets, shared.rows, shared.reducing) == ((0.0, 1.0), [[], [8]], 2, 2.0)
 
