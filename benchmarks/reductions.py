@@ -36,6 +36,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import COLLECTIVE_KINDS, COMPUTE_KINDS, TaskKind
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.core.predict.costs import StageCosts
+from asyncpipe.core.predict.layer_profile import BUCKET_BYTES
 from asyncpipe.core.predict.report import Report, report, reports, steady_state
 from asyncpipe.core.predict.simulate import simulate, simulate_steps
 from asyncpipe.core.predict.topology import Host, NetworkLink, Topology, TopologyCosts
@@ -54,7 +55,6 @@ FLOPS, MEMORY = 400e12, 2e12
 """Floating-point operations a second, and bytes a second of the device's memory."""
 LINK, INSIDE = 25e9, 300e9
 """Bytes a second from a device to those of other replicas together, and to each of its own."""
-BUCKET = 25 << 20
 
 
 def run(
@@ -64,6 +64,7 @@ def run(
     devices: int = 8,
     microbatches: int = 16,
     schedules: tuple[str, ...] = SCHEDULES,
+    bucket: int = BUCKET_BYTES,
     out: str | None = None,
 ) -> Figures:
     """A row for each schedule and type of gradients; with ``out`` the picture ``replicas.svg`` in that folder."""
@@ -71,7 +72,7 @@ def run(
     for name in schedules:
         for gradients, size in (("float32", 4), ("bfloat16", 2)):
             progress(f"{name}, gradients in {gradients}")
-            arms = _Arms(name, Shape(devices, microbatches, devices), replicas, size)
+            arms = _Arms(name, Shape(devices, microbatches, devices), replicas, size, bucket)
             rows.append({"schedule": name, "gradients": gradients, **arms.row()})
             if size == 4:
                 steady.append({"schedule": name, **arms.overlapping()})
@@ -93,11 +94,11 @@ show = markdown(
 class _Arms:
     """One schedule with and without reductions."""
 
-    def __init__(self, name: str, row: Shape, replicas: int, size: int) -> None:
+    def __init__(self, name: str, row: Shape, replicas: int, size: int, bucket: int) -> None:
         self._schedule, self._replicas = find_schedule(name), replicas
         self._row = Shape(row.devices * self._schedule.virtual, row.microbatches, row.devices)
         self._names, topology = _hosts(replicas, row.devices)
-        costs, self._buckets = _costs(self._row.stages, replicas, size)
+        costs, self._buckets = _costs(self._row.stages, replicas, size, bucket)
         self._costs = TopologyCosts(costs, topology)
         # Without computing, all reductions begin at 0.
         idle = {kind: [0.0] * self._row.stages for kind in COMPUTE_KINDS}
@@ -183,7 +184,7 @@ def _hosts(replicas: int, devices: int) -> tuple[list[str], Topology]:
     return list(topology.devices), topology
 
 
-def _costs(stages: int, replicas: int, size: int) -> tuple[StageCosts, list[int]]:
+def _costs(stages: int, replicas: int, size: int, bucket: int) -> tuple[StageCosts, list[int]]:
     """The costs of stages that take about equally long, and the number of their buckets."""
     tokens = SEQUENCES * LENGTH
     # Multiplications and additions, of weights and of attention (causal, so half of it); embeddings compute nothing.
@@ -196,7 +197,7 @@ def _costs(stages: int, replicas: int, size: int) -> tuple[StageCosts, list[int]
         weights.append(sum(parameters[start : start + layers]))
         start += layers
     seconds = dict.fromkeys((TaskKind.FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT), rows)
-    counts = [-(-each * size // BUCKET) for each in weights]
+    counts = [-(-each * size // bucket) for each in weights]
     costs = StageCosts(
         seconds,
         sent=[tokens * WIDTH * 2] * (stages - 1),
