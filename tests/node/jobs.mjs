@@ -19,7 +19,7 @@ const look = page => page.evaluate(() => ({
   rows: [...document.querySelectorAll('.job')].map(row => ({
     name: row.querySelector('.name').textContent,
     state: row.querySelector('.state').textContent, steps: row.querySelector('.done').textContent,
-    pace: row.querySelector('.pace').textContent, cause: row.querySelector('.cause').textContent,
+    pace: row.querySelector('.pace').textContent, facts: row.querySelector('.facts').textContent, cause: row.querySelector('.cause').textContent,
     bar: row.querySelector('.bar > div').getBoundingClientRect().width,
     buttons: [...row.querySelectorAll('.buttons button')].map(button => button.dataset.act),
   })),

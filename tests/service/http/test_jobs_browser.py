@@ -29,7 +29,8 @@ async def jobs(service: FakeService) -> str:
     await service.become(running.id, JobState.RUNNING, "it is its turn")
     await reach(service, running.id, 50)
     waiting, _ = await service.submit(submission(name="waits", priority_class="background"))
-    done, _ = await service.submit(submission(name="done"))
+    rows = {"devices": [["cpu:0"], ["cpu:1"]], "microbatches": 4, "schedule": "gpipe"}
+    done, _ = await service.submit(submission(name="done", pipeline=rows))
     await service.become(done.id, JobState.RUNNING)
     await reach(service, done.id, 100)
     await service.become(done.id, JobState.FINISHED)
@@ -82,6 +83,8 @@ def check(facts: dict[str, Any], running: str) -> None:
     assert (waits["state"], waits["buttons"]) == ("queued", ["pause", "cancel"])
     assert (waits["pace"], waits["cause"]) == ("place 1 in the queue", "max_running 1 is reached")
     assert done["state"] == "finished"
+    assert "2 replicas · cpu:0 | cpu:1" in done["facts"]
+    assert "· cpu:0, cpu:1 ·" in runs["facts"]
     assert first[LONG]["cause"].startswith("the loss of step 12 is not finite")
     for size, seen in facts["sizes"].items():
         check_page(seen, size)
@@ -120,7 +123,7 @@ def check_jobs(facts: dict[str, Any], running: str) -> None:
     assert (runs["place"], runs["job"], runs["loss"]) == (f"/jobs/{running}/", "runs", "0.5000")
     assert (runs["state"], runs["connection"], runs["buttons"]) == ("running", "live", ["pause", "cancel"])
     assert (runs["facts"]["Speed"], runs["facts"]["Time left"]) == ("2 steps/s, 128 tokens/s", "about 25 s")
-    assert runs["facts"]["Devices"] == "cpu:0, cpu:1"
+    assert (runs["facts"]["Devices"], done["facts"]["Devices"]) == ("cpu:0, cpu:1", "cpu:0 | cpu:1")
     assert (done["state"], done["connection"], done["failure"]) == ("finished", "not running", "")
     assert "Failed after step 0" in failed["failure"]
     assert "the loss of step 12 is not finite" in failed["failure"]
