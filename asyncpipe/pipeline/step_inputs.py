@@ -214,7 +214,8 @@ class StepInputs:
         if counts and len(counts) < len(losses):
             raise LossError("loss_fn returned a count for some micro-batches and none for others; always return one")
         weights: Sequence[Tensor | float] = [counts[i] for i in range(len(losses))] if counts else self.plan.weights
-        total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+        weighted = [(loss * weight).to(losses[0].device) for loss, weight in zip(losses, weights, strict=True)]
+        total = torch.stack(weighted).sum()
         factor = tensors.normalizer(total.device)
         return total if factor is None else (total * factor).to(losses[0].dtype)
 

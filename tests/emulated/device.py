@@ -272,28 +272,38 @@ _all_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 class _Memory:
-    """What one allocation has been used for: by stream, the last kernel that wrote and the last that read."""
+    """What one allocation has been used for: by stream and span, the last kernel that wrote and the last that read."""
 
     def __init__(self, stream, size=0):
         self.stream, self.writes, self.reads, self.recorded = stream, {}, {}, set()
         self.owner, self.size = threading.current_thread().name.removeprefix("asyncpipe "), size
         _account(self.owner, size)
 
-    def use(self, stream, number, name, *, write):
+    def use(self, stream, number, name, inner, *, write):
+        begin, end = span = _span(inner)
         for kind, before in (("writing", self.writes), ("reading", self.reads if write else {})):
-            for other, count in before.items():
-                if other is not stream and stream.clock.get(other, 0) < count:
+            for (other, low, high), count in before.items():
+                if other is not stream and low < end and begin < high and stream.clock.get(other, 0) < count:
                     what = "overwrites" if write else "reads"
                     raise Hazard(f"{name} on {stream} {what} what {other} may still be {kind}")
-        (self.writes if write else self.reads)[stream] = number
+        (self.writes if write else self.reads)[stream, *span] = number
 
     def free(self):
         _account(self.owner, -self.size)
-        used = {**self.reads}
-        _join(used, self.writes)
+        used = {}
+        for (stream, *_), count in (*self.reads.items(), *self.writes.items()):
+            _join(used, {stream: count})
         late = {s: c for s, c in used.items() if s is not self.stream and s not in self.recorded}
         if late:
             self.stream.freed.append(late)
+
+
+def _span(inner):
+    """The bytes of its memory that a tensor has."""
+    if not inner.is_contiguous():
+        return 0, float("inf")
+    begin = inner.storage_offset() * inner.itemsize
+    return begin, begin + inner.nbytes
 
 
 _memories: dict[int, _Memory] = {}
@@ -400,7 +410,9 @@ def _kernel(op, *args, **kwargs):
             # torch sees tensors without gaps, so it would take the strides of a view of this view from those.
             is_view, out, counts = False, out.contiguous(), False
         for tensor in () if is_view else flat:
-            _memory_of(tensor).use(stream, number, name, write=any(tensor is other for other in written))
+            _memory_of(tensor).use(
+                stream, number, name, _inner(tensor), write=any(tensor is other for other in written)
+            )
 
         def wrap(value):
             if not isinstance(value, torch.Tensor):
@@ -409,7 +421,7 @@ def _kernel(op, *args, **kwargs):
                 return same[id(value)]
             made = _make(value, stream, counts)
             if not is_view:
-                _memory_of(made).use(stream, number, name, write=True)
+                _memory_of(made).use(stream, number, name, value, write=True)
             return made
 
         return tree_map(wrap, out)
@@ -443,9 +455,9 @@ def _copy(source, to, non_blocking=False):
     with _lock:
         number = stream.launch()
         if _on_device(source):
-            _memory_of(source).use(stream, number, "copy", write=False)
+            _memory_of(source).use(stream, number, "copy", _inner(source), write=False)
         if _on_device(to):
-            _memory_of(to).use(stream, number, "copy", write=True)
+            _memory_of(to).use(stream, number, "copy", _inner(to), write=True)
             _inner(to).copy_(_inner(source) if _on_device(source) else _landed(source, stream))
         else:
             value = _inner(source).clone()

@@ -8,7 +8,7 @@ tasks of a stage compute is in ``ops/execute/compute.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -26,7 +26,7 @@ from asyncpipe.ops.autograd.random_streams import device_draws
 from asyncpipe.ops.device.compile_gate import compile_gate
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.device_clock import Timing
-from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream
+from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream, record
 from asyncpipe.ops.execute.compute import StageCompute
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
@@ -164,7 +164,7 @@ class Binder:
         if kind is TaskKind.REDUCE:
             return self._reduce
         if kind is TaskKind.GATHER:
-            return self._reductions.gather
+            return self._gather
         assert kind is TaskKind.UPDATE, "copies compute nothing"
         return self._update
 
@@ -310,7 +310,41 @@ class Binder:
 
     def _reduce(self, task: Task) -> None:
         """Add up the own part of a bucket over the replicas."""
-        self._reductions.reduce(task, [not stage.device.is_elsewhere for stage in self._resources.stages])
+        lane, compute = self._stream(task), self._resources.streams[Lane(task.lane.device, Queue.COMPUTE)]
+        here = [not stage.device.is_elsewhere for stage in self._resources.stages]
+        with lane.use(), self._beside_counts(task):
+            made = self._reductions.reduce(task, here, partial(self._beside, task))
+        # Hazard: gradients that hooks have made were allocated on this lane, and the compute stream reads them. Their
+        # memory must not be reused before that read is done.
+        compute.keep(made)
+
+    def _gather(self, task: Task) -> None:
+        """Take the parts of a bucket that the replicas have added up, or updated."""
+        self._reductions.gather(task, partial(self._beside, task))
+
+    @contextmanager
+    def _beside(self, task: Task, like: Tensor) -> Iterator[Callable[[Sequence[Tensor]], Sequence[Tensor]]]:
+        """For ``task`` to read what another replica has on the device of ``like``: a stream there, behind the task's
+        dependencies, is current. Gives what brings tensors to the task's own device."""
+        lane, copier = self._stream(task), self._resources.copiers[task.lane]
+        side = copier.side([like])
+
+        def bring(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            if self._on_host:
+                return tensors
+            # Hazard: this lane reads gradients of a compute stream, which frees them behind hooks, or when the step
+            # fails. Their memory must not be reused before that read is done.
+            lane.keep(tensor for tensor in tensors if tensor.device == lane.device)
+            moved = copier.copy(tensors, side)
+            if side is not None and not isinstance(lane, AcceleratorStream):
+                # Hazard: this thread reads on the host what the copy has not brought yet.
+                lane.wait(record(side.stream))
+            return [tensor for tensor in moved if tensor is not None]
+
+        if side is not None:
+            self._await_dependencies(task, side)
+        with nullcontext() if side is None else side.use():
+            yield bring
 
     def _update(self, task: Task) -> None:
         """Run the stage's optimizer on its complete gradients, and clear them."""
@@ -319,7 +353,9 @@ class Binder:
         parameters = updated_by(optimizer)
         with torch.no_grad(), self._beside_counts(task):
             if self._reductions.has(task.stage):
-                self._reductions.begin_update(task.stage)
+                # Hazard: the optimizer reads on this stream what was allocated on that of A. Its memory must not be
+                # reused before that read is done.
+                self._stream(task).keep(self._reductions.begin_update(task.stage))
             else:
                 normalize(parameters, self._tensors)
                 self._resources.guard.commit_some(parameters)
@@ -335,25 +371,23 @@ class Binder:
     @contextmanager
     def _beside_counts(self, task: Task) -> Iterator[None]:
         """Streams for ``task`` to read the losses' counts from, where these are on another accelerator."""
-        counts = [count for count in self._tensors.counts.values() if not count.is_cpu]
         lane = self._stream(task)
-        if not counts or counts[0].device == lane.device:
-            yield
-            return
-        side = AcceleratorStream(counts[0].device)
-        for counted in self._graph.tasks:
-            if (
-                counted.kind is TaskKind.FORWARD
-                and self._rows.is_last(counted.stage)
-                and counted.number in self._events
-            ):
-                # Hazard: the copy out of that device, on this side stream, reads counts that the last stage's forwards
-                # may still be writing.
-                side.wait(self._events[counted.number])
-        # Hazard: the counts were allocated on the last stage's compute stream and are read on this one. Their memory
-        # must not be reused before that read is done.
-        side.keep(counts)
-        with side.use(), lane.use():
+        counts = [each for each in self._tensors.counts.values() if not each.is_cpu and each.device != lane.device]
+        with ExitStack() as streams:
+            for device in dict.fromkeys(count.device for count in counts):
+                side = AcceleratorStream(device)
+                for counted in self._graph.tasks:
+                    is_last = counted.kind is TaskKind.FORWARD and self._rows.is_last(counted.stage)
+                    if is_last and counted.number in self._events:
+                        # Hazard: the copy out of that device, on this side stream, reads counts that a last stage's
+                        # forwards may still be writing.
+                        side.wait(self._events[counted.number])
+                # Hazard: the counts were allocated on a last stage's compute stream and are read on this one. Their
+                # memory must not be reused before that read is done.
+                side.keep(count for count in counts if count.device == device)
+                streams.enter_context(side.use())
+            if counts:
+                streams.enter_context(lane.use())
             yield
 
 

@@ -80,8 +80,12 @@ class Crossings:
     def _depart(self, departure: Departure, event: torch.Event | None) -> None:
         meta, tensors = b"", list[Tensor | None]()
         if departure.tensors and self._is_last(departure):
-            meta, tensors = self._take(self._graph.tasks[departure.task], self._stage_of(departure.dependency))
-            event = event or _behind_all(tensors)
+            waiting = self._graph.tasks[departure.task]
+            meta, tensors = self._take(waiting, self._stage_of(departure.dependency))
+            if event is None:
+                event = _behind_all(tensors)
+            elif waiting.kind in COLLECTIVE_KINDS:
+                event = _behind(event, tensors)
         self._send(departure, meta, tensors, event)
 
     def _is_last(self, departure: Departure) -> bool:
@@ -157,10 +161,23 @@ class Crossings:
             self._tensors.gradients[i, source, user] = tensors
 
 
+def _accelerator_of(tensors: Sequence[Tensor | None]) -> torch.device | None:
+    return next((tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu), None)
+
+
+def _behind(event: torch.Event, tensors: Sequence[Tensor | None]) -> torch.Event:
+    """The event behind what has made ``tensors`` of what there is behind ``event``."""
+    if (device := _accelerator_of(tensors)) is None:
+        return event
+    stream = torch.get_device_module(device).current_stream(device)
+    # Hazard: after the task, what is to be sent was put together and rounded, on the current stream of this thread.
+    stream.wait_event(event)
+    return record(stream)
+
+
 def _behind_all(tensors: Sequence[Tensor | None]) -> torch.Event | None:
     """The event behind whatever may write ``tensors``, which no task of this step makes; ``None`` on a CPU."""
-    device = next((tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu), None)
-    if device is None:
+    if (device := _accelerator_of(tensors)) is None:
         return None
     # Hazard: these are parameters, when a step begins. The last step's updates, or who has loaded a state, may still
     # write them, on any stream.

@@ -130,7 +130,6 @@ class ReplicaSums:
         replica: int,
         taker: int,
         bucket: int,
-        count: Tensor | None,
         earlier: Callable[[nn.Parameter], Tensor | None] | None,
     ) -> Contribution:
         """What ``replica`` has for the part that ``taker`` adds up; ``earlier`` has the gradients before the step."""
@@ -144,7 +143,7 @@ class ReplicaSums:
         values = self._values(mine, bucket, part, _gradient)
         if self._in_bfloat16 and mine[0].dtype in (torch.float32, torch.float64):
             values = [each.to(torch.bfloat16) for each in values]
-        return Contribution(values, torch.tensor(has_gradient), count, before)
+        return Contribution(values, torch.tensor(has_gradient), None, before)
 
     def _values(
         self,
@@ -187,7 +186,7 @@ class ReplicaSums:
         present, counts = first.present.clone(), [each.counted for each in shares if each.counted is not None]
         for share in shares[1:]:
             present |= share.present
-        factor = sum(counts[1:], counts[0]).reciprocal().to(total.device) if counts else None
+        factor = sum(counts[1:], counts[0]).reciprocal() if counts else None
         for run, (_, place) in enumerate(self.buckets[bucket].runs(part)):
             out, (values, *rest) = total[place], [share.values[run] for share in shares]
             if rest and values.dtype is out.dtype:
@@ -256,7 +255,7 @@ def reduce_bandwidth(device: torch.device) -> float:
     for _ in range(3):
         begun = perf_counter()
         with torch.no_grad():
-            total, _ = sums.add_up(0, 0, [sums.share(row, 0, 0, None, None) for row in rows])
+            total, _ = sums.add_up(0, 0, [sums.share(row, 0, 0, None) for row in rows])
         total[-1].item()  # Waits for the device.
         seconds = min(seconds, perf_counter() - begun)
     return BUCKET_BYTES / seconds

@@ -14,7 +14,7 @@ A task removes an entry when it uses it, so no tensor lives longer than the task
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
@@ -132,19 +132,20 @@ class StepTensors:
         Counts that are numbers are summed on the host, and read by kernels like other numbers. Blocks only where the
         host needs a count that was made on an accelerator.
         """
-        if not self.counts:
-            return None
-        counts = [count.to(torch.float64) for _, count in sorted(self.counts.items())]
-        on_host = [count for count in counts if count.is_cpu]
-        elsewhere = [count for count in counts if not count.is_cpu]
-        total = sum(torch.stack(part).sum() for part in (on_host, elsewhere) if part)
-        assert isinstance(total, Tensor)
-        return total.reciprocal() if total.is_cpu else to_device(total.reciprocal(), device)
+        total = self.count_of(sorted(self.counts), device)
+        return None if total is None else total.reciprocal()
 
-    def count_of(self, microbatches: range) -> Tensor | None:
-        """The sum of the counts of these micro-batches, as far as they are known here; ``None`` if there are none."""
-        counts = [self.counts[i].to(torch.float64) for i in microbatches if i in self.counts]
-        return torch.stack(counts).sum() if counts else None
+    def count_of(self, microbatches: Iterable[int], device: torch.device) -> Tensor | None:
+        """The sum of the counts of these micro-batches, as far as they are known here; ``None`` if there are none.
+
+        It is on ``device`` or, without counts of accelerators, on the host. Blocks as ``normalizer``.
+        """
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for count in [self.counts[i] for i in microbatches if i in self.counts]:
+            by_device.setdefault(count.device, []).append(count.to(torch.float64))
+        totals = [torch.stack(counts).sum() for counts in by_device.values()]
+        moved = [total if total.is_cpu else to_device(total, device) for total in totals]
+        return sum(moved[1:], moved[0]) if moved else None
 
     def close(self) -> None:
         """Drop every tensor that is left: the traceback of a failed step may keep this object alive."""

@@ -274,7 +274,8 @@ def gather(outputs: Sequence[Any], dim: int = 0, weights: Sequence[float] = ()) 
     columns = [[row[k] for row, _ in flat] for k in range(len(leaves))]
     gathered = [_gathered(column, dim) for column in columns]
     if weights and (k := _loss_place(leaves, structure)) is not None:
-        gathered[k] = sum(loss * weight for loss, weight in zip(columns[k], weights, strict=True))
+        device = columns[k][0].device
+        gathered[k] = sum(loss.to(device) * weight for loss, weight in zip(columns[k], weights, strict=True))
     return rebuild(structure, gathered)
 
 
@@ -298,6 +299,7 @@ def _gathered(column: list[Any], dim: int) -> Any:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in column}))
         raise StageError(f"an output is a tensor for some micro-batches and not for others ({kinds})")
     shapes = {tuple(leaf.shape[:dim] + leaf.shape[dim + 1 :]) for leaf in column}
+    column = [leaf.to(column[0].device) for leaf in column]  # Replicas have theirs.
     if column[0].dim() == 0 and len(shapes) == 1:
         return torch.stack(column)
     if len(shapes) > 1 or column[0].dim() <= dim:

@@ -37,7 +37,7 @@ def test_gradients_are_sums_that_an_optimizer_may_write_to():
         for number, parameter in enumerate(mine):
             parameter.grad = None if row == 1 and number == 2 else torch.full_like(parameter, 10.0**row)
     with torch.no_grad():
-        shares = [[sums.share(row, taker, 0, None, None) for row in parameters] for taker in parameters]
+        shares = [[sums.share(row, taker, 0, None) for row in parameters] for taker in parameters]
         parts = [sums.add_up(taker, 0, of_taker) for taker, of_taker in enumerate(shares)]
         for row, mine in parameters.items():
             sums.spread(row, 0, [values for values, _ in parts], parts[0][1])
@@ -55,7 +55,7 @@ def test_shares_are_rounded_and_added_up_in_the_type_of_the_parameter(dtype):
     gradients = [torch.randn(1000, generator=generator, dtype=dtype) for _ in parameters]
     for row, gradient in enumerate(gradients):
         parameters[row][0].grad = gradient
-    shares = [sums.share(row, 1, 0, None, None) for row in parameters]
+    shares = [sums.share(row, 1, 0, None) for row in parameters]
     with torch.no_grad():
         found, _ = sums.add_up(1, 0, shares)
     is_rounded = dtype in (torch.float32, torch.float64)
