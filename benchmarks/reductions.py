@@ -248,7 +248,7 @@ class _Recorder:
         self.records.append(record)
 
 
-def _picture(microbatches: int = 6, seconds: float = 0.02, elements: int = 6 << 20) -> str:
+def _picture(microbatches: int = 6, seconds: float = 0.03, elements: int = 4 << 20) -> str:
     """The shortest of ten steps of 2 replicas × 4 stages by 1f1b."""
     recorder = _Recorder()
     model = nn.Sequential(*(_WaitingLayer(seconds, microbatches, elements) for _ in range(4)))
