@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -238,7 +238,7 @@ class HangSearch:
         why = str(root)
         if root.state is HangState.SILENT:
             why = f"it has not answered for {worker.silent_seconds:.3g} s"
-        elif suspect.task is not None:
+        elif suspect.worker is worker and suspect.task is not None:
             why = suspect.usually(seconds)
         self._killed[worker] = error
         worker.kill(why, stacks=True)
@@ -273,6 +273,19 @@ class HangSearch:
         runs = {each.task for each in reports[worker.name].running if each.step == number}
         if task is None or task.number not in runs:
             return None  # It answers again, or the task has just ended.
+        alike = suspect.look.step.pipeline.alike
+        if alike and _waits(alike, worker.name, task.number, number, reports):
+            # In a collective, for one that runs the same part: who has run for longer, and waits for nobody?
+            return next(
+                (
+                    HangRoot(HangState.COMPUTING, name, each.device, each.name, seconds=each.seconds)
+                    for name, report in reports.items()
+                    for each in report.running
+                    if each.step == number and each.seconds >= seconds
+                    if not _waits(alike, name, each.task, number, reports)
+                ),
+                None,
+            )
         made = HangRoot(HangState.COMPUTING, worker.name, task.lane.device, task.id, seconds=seconds)
         return next((root for root in mine if (root.device, root.task) == (made.device, made.task)), made)
 
@@ -302,6 +315,22 @@ class HangSearch:
 def _numbered(step: PartsExecution, report: WorkerReport) -> WorkerReport:
     """``report`` of a worker, in numbers of the step's graph."""
     return report.numbered(step.number, lambda name: step.placed.names.number(name))
+
+
+def _waits(
+    alike: Mapping[str, Collection[str]], worker: str, task: int, step: int, reports: Mapping[str, WorkerReport]
+) -> bool:
+    """Whether a worker of those that run the same part has not come yet to what ``worker`` runs.
+
+    All run it in the order of the tasks' numbers.
+    """
+    for report in (reports[name] for name in alike.get(worker, ()) if name in reports):
+        reached = [each.task for each in report.running if each.step == step]
+        if not reached:  # What it runs next is not begun.
+            reached = [-1] if report.part is None else [head - 1 for head in report.part.heads.values()]
+        if reached and max(reached) < task:
+            return True
+    return False
 
 
 def _over(look: _Look, inquiry: asyncio.Task[None]) -> None:

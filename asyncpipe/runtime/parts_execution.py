@@ -124,6 +124,9 @@ class PlacedPipeline:
         self.others = others or {}
         self.followers = frozenset(each.name for same in self.others.values() for each in same)
         """The names of all those."""
+        groups = [frozenset((first, *(each.name for each in same))) for first, same in self.others.items() if same]
+        self.alike = {name: names for names in groups for name in names}
+        """By name of a worker, where several run the same parts: the names of these."""
         self.times = JobAccount(tenant.share.job, True, tenant.share)
         """How long its tasks take."""
         self.compilations: list[Compilation] = []

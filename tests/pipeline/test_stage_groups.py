@@ -14,6 +14,7 @@ from torch import nn
 
 from asyncpipe import DevicePool, Pipeline, StageFactory
 from asyncpipe.errors import OptionError, ScheduleError, TaskError, WorkerLostError
+from asyncpipe.ops.execute.stage_files import StoredStages
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -136,10 +137,13 @@ async def test_the_numbers_are_those_of_the_unsplit_model(pool, shard, schedule)
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-async def test_states_are_whole_and_load_into_any_split(pool):
+async def test_states_are_whole_and_load_into_any_split(pool, tmp_path):
     async with opened(factory(), pool) as pipe:
         await pipe.step(*batch())
         state, states = pipe.state_dict(), pipe.optimizer_states()
+        assert pipe.remote is not None
+        pipe.remote.copy_stages()
+        pipe.remote.write_copies(tmp_path)
         assert state["0.up.weight"].shape == states["0.up.weight"]["exp_avg"].shape == (2 * WIDTH, WIDTH)
         wanted = (await pipe.step(*batch())).loss
     for made, where, devices in ((factory(), pool, PLACES), (factory(None), None, PLACES[:2])):
@@ -148,6 +152,39 @@ async def test_states_are_whole_and_load_into_any_split(pool):
             pipe.load_state_dict(state)
             pipe.load_optimizer_states(states)
             torch.testing.assert_close((await pipe.step(*batch())).loss, wanted, rtol=1e-10, atol=1e-10)
+
+    stored = StoredStages(*([tmp_path / f"{kind}-{stage}.pt" for stage in range(2)] for kind in ("model", "optimizer")))
+    async with opened(factory(), pool) as pipe:
+        await pipe.step(*batch())
+        assert pipe.remote is not None
+        pipe.remote.read_stages(stored, state)
+        torch.testing.assert_close((await pipe.step(*batch())).loss, wanted, rtol=1e-10, atol=1e-10)
+
+
+def make_batch(step):
+    return batch(9 + step)
+
+
+async def test_a_feed_makes_the_same_in_all_workers_of_a_group(pool):
+    async with opened(factory(), pool, feed=f"{__name__}:make_batch") as pipe:
+        found = [(await pipe.step()).loss for _ in range(2)]
+    async with opened(factory(None), devices=PLACES[:2]) as pipe:
+        for step, loss in enumerate(found):
+            torch.testing.assert_close((await pipe.step(*make_batch(step))).loss, loss, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.long
+async def test_a_worker_that_hangs_is_the_one_that_is_killed(tmp_path):
+    for name in ("begun", "go"):
+        os.mkfifo(tmp_path / name)
+    made = factory(folder=str(tmp_path))
+    async with opened(made, workers="processes", hang_seconds=2.0) as pipe:
+        await pipe.step(*batch())
+        (tmp_path / "1").write_text("wait")
+        step = asyncio.create_task(pipe.step(*batch()))
+        await asyncio.to_thread((tmp_path / "begun").read_text)
+        with pytest.raises(WorkerLostError, match=r"worker 'cpu:1' was killed by its controller"):
+            await step
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -242,6 +279,8 @@ async def test_what_comes_later_is_refused_too(pool):
         for schedule, message in (("zb-h1", "splits backwards"), ("backward-first", "in one order")):
             with pytest.raises(ScheduleError, match=message):
                 pipe.change_schedule(schedule)
+        with pytest.raises(OptionError, match=r"pipe\(x\), whose loss and backward are the caller's"):
+            pipe(batch()[0])
         await pipe.step(*batch())
         with pytest.raises(OptionError, match="has a default process group already"):
             async with opened(factory(), pool):
