@@ -45,7 +45,7 @@ from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
 from asyncpipe.train.next_move import LONGEST_PAUSE, Loss, Losses, MoveKind, loss_of, next_move, short
 from asyncpipe.train.other_devices import NotSplit, StepCosts, moved, shrunk, split_anew
-from asyncpipe.train.progress import ProgressSink, TrainingSummary
+from asyncpipe.train.progress import ProgressSink, TrainingSummary, devices_text
 from asyncpipe.train.redaction import redacted
 from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.training_run import TrainingRun
@@ -241,7 +241,7 @@ class LastingRun:
         return placed
 
     def _tell(self, how: str, placed: Job) -> None:
-        where = ", ".join(placed.pipeline.devices)
+        where = devices_text(placed.pipeline.devices, placed.pipeline.replicas)
         text = f"goes on without {', '.join(sorted(self._without))}, on {where}; {how}"
         self._loop.call_soon_threadsafe(self._progress.entered, text)
 
