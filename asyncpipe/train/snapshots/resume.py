@@ -218,8 +218,8 @@ def with_chosen_schedule(job: Job, manifest: Manifest) -> Job:
     except ValidationError:
         return job
     same = all(getattr(before, key) == getattr(job.pipeline, key) for key in ("devices", "replicas", "microbatches"))
-    here = {"workers": job.pipeline.workers, "transport": job.pipeline.transport}
-    before = before.model_copy(update=here)
+    own = ("workers", "transport", "shard_optimizer", "gradient_dtype")
+    before = before.model_copy(update={key: getattr(job.pipeline, key) for key in own})
     return job.model_copy(update={"pipeline": before}) if same and before.schedule != AUTO else job
 
 
