@@ -236,8 +236,8 @@ def link_waits(report: Report, graph: TaskGraph, after: Report | None = None) ->
         if lane.queue is not Queue.COMPUTE:
             continue
         idle = 0.0
-        for brings in (number, *graph.dependencies[number]):  # G gets messages itself.
-            if brings in report.arrived:
+        for brings in (number, *graph.dependencies[number]):  # G gets messages itself, and A on another lane.
+            if brings in report.arrived and graph.tasks[brings].kind is not TaskKind.REDUCE:
                 since = max([free[lane.device], *(ended[maker] for maker in graph.read_by(brings))])
                 idle = max(idle, min(time.start, report.arrived[brings]) - since)
         waits[lane.device] += idle

@@ -254,7 +254,10 @@ def test_what_replicas_and_updates_cost_is_found_again_in_their_steps():
     rows = {kind: [1.0 + stage, 2.0] for stage, kind in enumerate((TaskKind.FORWARD, TaskKind.BACKWARD))}
     rows |= {TaskKind.REDUCE: [3.0, 4.0], TaskKind.GATHER: [0.5, 0.25], TaskKind.UPDATE: [5.0, 6.0]}
     wiring = Wiring.chain(2).in_rows(2, [2, 1])
-    record = simulate(lower(AllAtOnce(split=False), Shape(4, 6, 4), wiring=wiring), StageCosts(rows, [0]))
+    costs = StageCosts(rows, [0])
+    graph = lower(AllAtOnce(split=False), Shape(4, 6, 4), wiring=wiring)
+    # Tasks of one replica take half as long again as the mean, those of the other half of it.
+    record = simulate(graph, lambda task: costs(task) * (1.5 if task.stage < 2 else 0.5))
     step = MeasuredStep(report(record).seconds, record)
     found = stage_costs([step])
     assert {kind: found.seconds[kind] for kind in rows} == {kind: pytest.approx(row) for kind, row in rows.items()}

@@ -184,6 +184,7 @@ def test_the_devices_of_a_replica_stand_together() -> None:
     names = [each for each in root.iter(f"{SVG}text") if each.attrib.get("class") == "replica"]
     lines = {each.text: float(each.attrib["y"]) for each in names}
     assert lines["replica 0"] < at["dev:0"] < at["dev:1"] < lines["replica 1"] < at["dev:2"] < at["dev:3"]
+    assert at["dev:2"] - lines["replica 1"] > 18, "the name is above the row"
     # A reduction is a bar below those of copies, and does not reach the next row.
     bars = {story(group).partition(":")[0]: rectangle_of(group) for group in tasks(root)}
     tops = [float(bars[task].attrib["y"]) for task in ("B(1,1)", "C(1,0>1)", "A(1,0)")]
