@@ -13,8 +13,8 @@ from torch import nn
 
 from asyncpipe.errors import JobFileError
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.snapshots.format import read_snapshot
-from asyncpipe.train.snapshots.resume import open_folder
+from asyncpipe.train.snapshots.format import Manifest, read_snapshot
+from asyncpipe.train.snapshots.resume import open_folder, with_chosen_schedule
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
@@ -128,10 +128,20 @@ async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypa
     monkeypatch.undo()
     chosen: list[Job] = []
     monkeypatch.setattr("asyncpipe.train.training_run.choose_for", lambda job, *_, **__: chosen.append(job) or 1 / 0)
-    other = make_job(tmp_path, pipeline={"schedule": "auto", "devices": ["cpu:0"]})
-    with pytest.raises(ZeroDivisionError):
-        await TrainingRun(other, make_workload).run()
-    assert len(chosen) == 1
+    for changed in ({"devices": ["cpu:0"]}, {"replicas": 2}):
+        other = make_job(tmp_path, pipeline={"schedule": "auto", **changed})
+        with pytest.raises(ZeroDivisionError):
+            await TrainingRun(other, make_workload).run()
+    assert len(chosen) == 2
+
+
+def test_a_pipeline_that_was_chosen_keeps_what_does_not_follow_from_the_choice(tmp_path):
+    before = make_job(tmp_path, pipeline={"replicas": 2, "balance": [1, 5]})
+    manifest = Manifest(step=1, parameters=before.model_dump(mode="json"))
+    overlap = {"training": {"overlap": True, "clip": None}, "faults": {"step_retries": 0}}
+    now = make_job(tmp_path, pipeline={"replicas": 2, "schedule": "auto", "shard_optimizer": True}, **overlap)
+    table = with_chosen_schedule(now, manifest).pipeline
+    assert (table.schedule, table.balance, table.shard_optimizer) == ("1f1b", (1, 5), True)
 
 
 async def test_a_schedule_that_has_changed_behind_its_name_is_told(tmp_path, monkeypatch, caplog):
