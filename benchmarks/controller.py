@@ -365,19 +365,20 @@ async def _in_light_workers(case: ControllerCase) -> Figures:
 async def _in_stand_ins(case: ControllerCase) -> Figures:
     driver, graph = PartsDriver(), _graph(case)
     links = {name: _InstantWorker(name, driver, own) for name, own in _own_tasks(graph).items()}
-    found = await _driven(case, graph, driver, links)
+    found = await _driven(case, graph, driver, links, lambda: sum(link.answering_seconds for link in links.values()))
     steps = sum(link.steps for link in links.values()) / case.workers
     totals = {name: sum(getattr(link, name) for link in links.values()) for name in ("sent_bytes", "journal_bytes")}
-    answering = sum(link.answering_seconds for link in links.values()) / steps / len(graph.tasks) * 1e6
-    for name in ("controller_us", "observed_us"):
-        found[name] -= answering
     return found | {name: total / steps for name, total in totals.items()}
 
 
 async def _driven(
-    case: ControllerCase, graph: TaskGraph, driver: PartsDriver, links: Mapping[str, WorkerLink]
+    case: ControllerCase,
+    graph: TaskGraph,
+    driver: PartsDriver,
+    links: Mapping[str, WorkerLink],
+    answering: Callable[[], float] = lambda: 0.0,
 ) -> Figures:
-    """What steps cost that ``links`` answer."""
+    """What steps cost that ``links`` answer; ``answering`` are the seconds that they have spent on that here."""
     in_step = len(graph.tasks)
     steps = max(3, case.tasks // in_step)
     found: Figures = {}
@@ -387,11 +388,11 @@ async def _driven(
         start, cpu = _status_bytes(os.getpid(), "VmRSS"), 0.0
         for step in range(steps + 2):
             if step == 2:
-                cpu = process_time()
+                cpu = process_time() - answering()
             execution = driver.start(placed, graph, _work(graph.devices, case.microbatches, bool(observers)))
             await driver.issued(execution)
             driver.settle(execution, keep=True)
-        found[name] = (process_time() - cpu) / steps / in_step * 1e6
+        found[name] = (process_time() - answering() - cpu) / steps / in_step * 1e6
         found["memory"] = _status_bytes(os.getpid(), "VmRSS") - start
         driver.forget(placed)
     return found
