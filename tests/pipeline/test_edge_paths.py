@@ -36,6 +36,7 @@ def test_a_worker_is_told_of_its_own_edges_and_peers_alone() -> None:
     doors = {name: OpenedDoor(name, None) for name in NUMBERS}
     assert (paths.of("a"), paths.peers("a")) == ([(0, 1), (1, 0)], ["a", "b"])
     assert (paths.transports("a").keys(), paths.addresses("a", doors)) == ({(0, 1), (1, 0)}, {1: "b"})
+    assert paths.of("b") == [(0, 1), (1, 0), (1, 2), (2, 1)], "the order is one for all workers"
     assert (paths.peers("b"), paths.addresses("far", doors)) == (["a", "b", "far"], {1: "b"})
 
 

@@ -29,7 +29,7 @@ from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerChange, WorkerNotes, WorkerState, WorkerUse
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import HangError, WorkerLostError
+from asyncpipe.errors import HangError, MessageError, WorkerLostError
 from asyncpipe.runtime.executor import Assignment
 from asyncpipe.runtime.hang_search import INQUIRY
 from asyncpipe.runtime.observers import Observers
@@ -227,6 +227,17 @@ async def test_no_message_arrives_before_it_left(driver, links):
     ran = {event.task: event[2:] for _, event in record.journal if isinstance(event, TaskCompleted)}
     assert ran == {forward: (100.0, 101.0), copy: (pytest.approx(101.0 + shift), pytest.approx(101.5 + shift))}
     assert [notes.workers[name].clock_error for name in "ab"] == [0.0, 0.4]
+
+
+async def test_a_step_that_nobody_looks_at_is_not_looked_at(driver, links):
+    """Nothing is done for single tasks: a step of a million costs as much as a short one."""
+    step = start(driver, links)
+    for name, tasks in (("a", FIRST), ("b", SECOND)):
+        driver.part_ended(name, PartEnded(step.number, len(tasks), b"nobody reads it"))
+    await driver.issued(step)
+    assert not {"tasks", "names"} & vars(step.placed).keys()
+    with pytest.raises(MessageError):
+        step.record()
 
 
 async def test_the_worker_of_a_task_that_hangs_is_killed_once(driver, links, caplog):

@@ -23,10 +23,14 @@ Identity = tuple[object, ...] | None
 
 
 def seen(graph: TaskGraph, cut: Part) -> dict[str, object]:
-    """What the runtime sees of a part, without the numbers of the graph that it was cut from."""
+    """What the runtime sees of a part, and other processes, without the numbers of the graph that it was cut from."""
+    names = cut.names
+    assert [names.number(names.of(task.number)) for task in graph.tasks] == list(range(len(graph.tasks)))
 
     def identity(number: int) -> Identity:
-        return None if number == BEGINNING else (*graph.tasks[number][1:5], *graph.tasks[number][6:])
+        if number == BEGINNING:
+            return None
+        return names.of(number), *graph.tasks[number][1:5], *graph.tasks[number][6:]
 
     def message(sent: Departure) -> Identity:
         return sent.device, identity(sent.task), identity(sent.dependency), sent.tensors, sent.among
