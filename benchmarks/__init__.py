@@ -41,6 +41,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "reductions over replicas in the bubble: 4 × 8 simulated, against all at the end; the picture of a real 2 × 4",
         ("out",),
     ),
+    "shards": ("bytes of the states of an optimizer in shards, by replica", ()),
     "unet": ("U-Nets on one device: speed, and the largest one in a given memory", ("device", "size")),
 }
 """By name: what it measures, and its options, which are keyword arguments of ``run``."""
