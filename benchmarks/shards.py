@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ def _state_bytes(replicas: int, *, shards: bool) -> list[int]:
     """Of each replica."""
     case = CASES["broad"]
     names = [f"cpu:{row}" for row in range(replicas)]
-    options = {"optimizer": torch.optim.Adam, "shard_optimizer": shards, "balance": [case.stages]}
+    options: dict[str, Any] = {"optimizer": torch.optim.Adam, "shard_optimizer": shards, "balance": [case.stages]}
     with Pipeline(case.model(), names, microbatches=1, replicas=replicas, loss_fn=loss_fn, **options).sync() as pipe:
         pipe.step(*case.batch())
         return [
