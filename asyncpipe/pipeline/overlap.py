@@ -27,6 +27,9 @@ def why_alone(parts: PipelineParts, tenancy: Tenancy, graph: TaskGraph, *, train
     if not training:
         return None
     rows = graph.rows
+    if 0 in rows.microbatches:
+        # Nothing of the next step waits until such a replica has read the sums, and what others have updated.
+        return "a replica has no micro-batch"
     chain = {(stage, stage + 1) for stage in range(graph.shape.stages) if not rows.is_last(stage)}
     if not chain <= set(graph.wiring.links):
         return "not every stage gets values from the one before it"

@@ -207,8 +207,10 @@ class PreparedStep(StepHere[StepResult]):
         """Keep what the step has left in gradients and buffers."""
         if self._guards_gradients:
             with torch.no_grad():
-                # Parameters that were updated inside the step have no gradient any more.
-                normalize(self.parts.module.parameters(), self._tensors)
+                # Parameters that were updated inside the step have no gradient any more. A has divided by the counts of
+                # all replicas, of which a worker knows only some.
+                if not self.parts.resources.sums:
+                    normalize(self.parts.module.parameters(), self._tensors)
                 self.parts.resources.guard.commit()
             self._has_set_gradients_aside = False
             self.parts.resources.guard.leave(self)

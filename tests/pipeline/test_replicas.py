@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,22 @@ async def test_what_a_step_may_have_besides(options):
 async def test_replicas_without_a_micro_batch_only_update():
     one = await trained(1, 6, 2, samples=2, norm=False, optimizer=momentum)
     assert_equal(one, await trained(3, 2, 2, samples=2, norm=False, optimizer=momentum))
+
+
+async def test_steps_do_not_overlap_where_a_replica_has_no_micro_batch():
+    """Its tasks read what others have made, and nothing of the next step would wait for them."""
+    records = []
+    async with opened(make_model(norm=False, tie=False), 2, optimizer=momentum) as pipe:
+        pipe.observers.append(SimpleNamespace(step_completed=records.append))
+        async for _ in pipe.steps([batch(step, samples) for step, samples in enumerate([13, 13, 1, 13])], ahead=3):
+            pass
+    assert [min(record.graph.rows.microbatches) for record in records] == [2, 2, 0, 2]
+    lanes = {task.lane.device for task in records[2].graph.tasks}
+    assert len(lanes) == 4
+    ends = [max(at for at, _ in record.journal) for record in records]
+    begins = [min(at for at, _ in record.journal) for record in records]
+    assert ends[1] <= begins[2]
+    assert ends[2] <= begins[3]
 
 
 async def test_steps_of_replicas_overlap_with_the_same_bits():
@@ -370,7 +387,7 @@ def test_an_own_optimizer_that_updates_each_element_alone_is_sharded():
 
 async def in_workers(workers, **options):
     """Losses, outputs and the state after some steps on threads or in workers."""
-    model, found = make_model(tie=options.pop("tie", True)), []
+    model, found = make_model(norm=options.pop("norm", True), tie=options.pop("tie", True)), []
     torch.manual_seed(3)
     async with opened(model, 2, workers=workers, **options) as pipe:
         for step in range(3):
@@ -385,6 +402,7 @@ async def in_workers(workers, **options):
     "options",
     [
         {"optimizer": momentum, "loss_fn": counted, "deferred_batch_norm": True},
+        {"optimizer": momentum, "loss_fn": counted, "norm": False, "shard_optimizer": True, "tie": False},
         {"optimizer": partial(torch.optim.AdamW, lr=0.01), "shard_optimizer": True, "tie": False},
         {"optimizer": momentum, "gradient_dtype": "bfloat16", "tie": False},
     ],

@@ -35,8 +35,8 @@ class Reductions:
         self._rows = graph.rows
         self._shards = graph.updates and graph.wiring.shards
         self._is_final = graph.updates
-        """Whether optimizers use the sums. Otherwise they are the caller's: they are divided, and added to the earlier
-        gradients, when the step is over."""
+        """Whether optimizers use the sums. Otherwise they are the caller's, and added to the earlier gradients when the
+        step is over."""
         self._tensors = tensors
         self._sums = sums
         self._guard = guard
@@ -151,7 +151,7 @@ class Reductions:
     def _count(self, row: int, reader: int, bucket: int) -> Tensor | None:
         """The sum of the counts of a row, for the device of the stage ``reader``."""
         device = self._of(reader).of(self._rows.stage_row(reader), bucket)[0].device
-        return self._tensors.count_of(self._rows.microbatches_of(row), device) if self._is_final else None
+        return self._tensors.count_of(self._rows.microbatches_of(row), device)
 
     def _of(self, stage: int) -> ReplicaSums:
         return self._sums[stage % self._rows.stages]
