@@ -395,6 +395,9 @@ class TrainingRun:
         if pipe.remote is not None and staged is not None:
             own, stages = {}, StagesInWorkers(pipe.remote, staged)
             snapshots.leave_to(stages)
+            if self._keeps_going:
+                # The first optimizer of a process imports torch's compiler, which takes seconds: not after a loss.
+                await self._thread.run(staged.settings_dict)
         states = named_states(own, workload.states, RunState(self._meter, batches), job)
         await self._restore(pipe, states, stages, snapshots)
         pipe.feed_step = self._meter.step
