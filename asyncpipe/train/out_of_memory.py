@@ -136,7 +136,7 @@ def _ways_to_keep_less(pipe: Pipeline, graph: TaskGraph, devices: Collection[int
 
 def _most_kept(graph: TaskGraph, devices: Collection[int]) -> int:
     """The peak of what micro-batches keep on all of ``devices`` together, in units of ``SAVED`` and ``INPUT``."""
-    stages = graph.shape.stages
+    stages = graph.rows.stages
     held: dict[int, int] = {}
     most = 0
     changes = memory_over_time(simulate(graph), StageMemory([SAVED] * stages, [INPUT] * stages, [0] * stages))

@@ -82,7 +82,7 @@ def test_every_benchmark_has_run_and_show_and_is_in_the_help(package, names, com
         (ours, ["paper", "--out", __file__], "--out must be a folder that can be made, got"),
         (ours, ["paper", "--size", "small"], "unrecognized arguments: --size small"),
         (main, ["bench", "plan", "--repeats", "3"], "unrecognized arguments: --repeats 3"),
-        (main, ["bench", "peers", "--cases", "tiny,huge"], "case must be one of 'tiny', 'fine', 'mid', 'coarse', 'tra"),
+        (main, ["bench", "peers", "--cases", "tiny,huge"], "case must be one of 'tiny', 'fine', 'mid', 'coarse', 'br"),
         (main, ["bench", "peers", "--contestants", "gpipe"], "contestant must be one of 'plain', 'bare', 'step', 'dis"),
     ],
 )

@@ -101,8 +101,9 @@ class Binder:
         """What the tasks measure besides their times."""
         self._graph = graph
         if graph not in _names:
-            _names[graph] = [task.id for task in graph.tasks]
+            # The names last: another thread, whose steps follow the same graph, looks for them.
             _offloads[graph] = OffloadedGraph(graph)
+            _names[graph] = [task.id for task in graph.tasks]
         self._names, self._offloads = _names[graph], _offloads[graph]
         self._plan = plan
         self._variables = context.variables
