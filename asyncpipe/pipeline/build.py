@@ -205,12 +205,7 @@ def build(
         check_compiler(compile_option, [device for device in devices if not device.is_elsewhere])
     schedule = find_schedule(options.schedule, order=options.order)
     names = [device.name for device in devices]
-    if isinstance(model, StageFactory):
-        staged = _built_stages(model, schedule, devices, options, mesh)
-    elif isinstance(model, StagedModel) and model.rows > 1:
-        staged = model  # As a worker gets it.
-    else:
-        staged = _split_into_stages(model, schedule, len(devices) // options.replicas, options)
+    staged = _staged(model, schedule, devices, options, mesh)
     rows = options.replicas
     _check_leaves(staged.module)
     if mesh is None:
@@ -243,23 +238,10 @@ def build(
         stages = [_compiled(stage, compile_option) for stage in stages]
     updated = {} if options.optimizer is None else _updated(stages, ties)
     optimizers = _make_optimizers(stages, updated, options.optimizer, hosted=options.optimizer_on_host)
-    count = len(stages) // rows
-    sums = {
-        stage: ReplicaSums(
-            *(stage, {row: updated[stage + row * count] for row in range(rows)}, BUCKET_BYTES),
-            in_bfloat16=options.gradient_dtype is not None,
-        )
-        for stage in updated
-        if rows > 1 and stage < count
-    }
+    sums = _replica_sums(stages, updated, optimizers, options) if rows > 1 else {}
     reduces = tuple((stage, len(each.buckets)) for stage, each in sums.items())
-    updates = tuple(stage for stage in updated if stage < count)
+    updates = tuple(stage for stage in updated if stage < len(stages) // rows)
     shards = options.shard_optimizer and rows > 1
-    if shards and options.optimizer is not None:
-        check_elementwise(options.optimizer)
-        for stage, optimizer in optimizers.items():
-            hosted = options.optimizer_on_host and has_own_memory(stages[stage].device)
-            sums[stage % count].shard(stage // count, optimizer, hosted=hosted)
     graphs.rewire(Wiring(staged.links, ties.links, updates, ties.statistics, reduces, shards, rows))
     streams = make_streams(here, graphs(options.pieces, Phase.STEP, checkpoint, True).lanes)
     parts = PipelineParts(
@@ -288,6 +270,45 @@ def build(
     if optimizers or ties.links:
         parts.hold_parameters()
     return parts
+
+
+def _staged(
+    model: object,
+    schedule: Schedule,
+    devices: Sequence[Device],
+    options: PipelineOptions,
+    mesh: DeviceMesh | None,
+) -> StagedModel:
+    """The stages of one replica; a worker gets those of all."""
+    if isinstance(model, StageFactory):
+        return _built_stages(model, schedule, devices, options, mesh)
+    if isinstance(model, StagedModel) and model.rows > 1:
+        return model
+    return _split_into_stages(model, schedule, len(devices) // options.replicas, options)
+
+
+def _replica_sums(
+    stages: Sequence[Stage],
+    updated: Mapping[int, Sequence[nn.Parameter]],
+    optimizers: Mapping[int, torch.optim.Optimizer],
+    options: PipelineOptions,
+) -> dict[int, ReplicaSums]:
+    """By stage of the first replica: what adds up its gradients. With shards each optimizer then has a part."""
+    count = len(stages) // options.replicas
+    sums = {
+        stage: ReplicaSums(
+            *(stage, {row: updated[stage + row * count] for row in range(options.replicas)}, BUCKET_BYTES),
+            in_bfloat16=options.gradient_dtype is not None,
+        )
+        for stage in updated
+        if stage < count
+    }
+    if options.shard_optimizer and options.optimizer is not None:
+        check_elementwise(options.optimizer)
+        for stage, optimizer in optimizers.items():
+            hosted = options.optimizer_on_host and has_own_memory(stages[stage].device)
+            sums[stage % count].shard(stage // count, optimizer, hosted=hosted)
+    return sums
 
 
 def _top_modules(module: nn.Module) -> tuple[nn.Module, ...]:

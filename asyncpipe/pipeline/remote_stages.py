@@ -491,7 +491,7 @@ class RemoteStages(StagesHere):
         }
 
     async def _copy_stages(self) -> None:
-        while (found := self.who_has_states()) is None:
+        if (found := self.who_has_states()) is None:
             raise next(each.lost for each in self._connections.values() if each.lost is not None)
         self._copied = list(found)
         asked = [self._connections[name].ask(Call(self._number, "states.copy", both)) for name, both in found.items()]

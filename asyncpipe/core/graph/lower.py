@@ -126,13 +126,10 @@ def lower(
             schedule.check(one)
         places[row] = checked_placement(schedule, one)
     placement = tuple(place + row * rows.devices for row in range(len(rows)) for place in places[0])
-    near: Collection[int] = range(shape.devices)
-    local = wiring
+    local: Wiring = wiring
+    near: Sequence[int] = range(shape.devices)
     if around and not isinstance(schedule, RuledSchedule):
-        own = [stage for stage, place in enumerate(placement) if names[place] in around]
-        local = wiring.around(frozenset(own), rows)
-        summed = [rows.replicas(stage) for stage, _ in local.reduces]
-        near = sorted({placement[stage] for stage in chain(own, *local.links, *local.ties, *summed)})
+        local, near = _neighbourhood(wiring, rows, placement, {k for k, name in enumerate(names) if name in around})
     orders: list[Sequence[Action]] = []
     for row, one in rows.shapes():
         mine = [device % rows.devices for device in near if device // rows.devices == row]
@@ -157,6 +154,16 @@ def lower(
     builder.add_ends()
     builder.add_transfers()
     return builder.build(names, wiring)
+
+
+def _neighbourhood(
+    wiring: Wiring, rows: Rows, placement: Sequence[int], own: Collection[int]
+) -> tuple[Wiring, Sequence[int]]:
+    """What of ``wiring`` concerns the ``own`` devices, and these with all that they exchange something with."""
+    stages = [stage for stage, place in enumerate(placement) if place in own]
+    local = wiring.around(frozenset(stages), rows)
+    summed = [rows.replicas(stage) for stage, _ in local.reduces]
+    return local, sorted({placement[stage] for stage in chain(stages, *local.links, *local.ties, *summed)})
 
 
 def _orders(
