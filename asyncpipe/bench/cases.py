@@ -9,9 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CASES", "Case", "loss_fn", "mlp", "plain_step"]
+__all__ = ["CASES", "RATE", "Case", "loss_fn", "mlp", "plain_step"]
 
 loss_fn = nn.functional.mse_loss
+RATE = 1024.0
+"""Of an update from which gradients are read as differences of weights: large, so that no digits are lost."""
 
 
 def mlp(width: int, layers: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:

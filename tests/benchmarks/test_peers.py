@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import threading
@@ -119,3 +120,20 @@ def test_bare_threads_end_where_a_stage_raises(broken):
     with pytest.raises(RuntimeError, match="cannot be multiplied"), bare_threads(stages, 6) as step:
         step(torch.randn(12, 4), torch.randn(12, 4))
     assert threading.active_count() == before
+
+
+def test_replicas_and_whole_models_make_the_same_gradients():
+    rows, shown = small_run("plain,ddp,all-reduce,replicas-2x1-threads,replicas-2x2-processes-sharded", repeats=1)
+    assert all(row["step_seconds"] > 0 for row in rows.values()), shown
+    assert rows["ddp"]["times_ddp"] == rows["all-reduce"]["times_all_reduce"] == 1
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("contestant", ["deepspeed-1x2", "deepspeed-2x1", "deepspeed-2x1-zero1"])
+def test_deepspeed_is_timed_where_it_is_installed(contestant):
+    rows, _ = small_run(f"plain,{contestant}", repeats=1)
+    if importlib.util.find_spec("deepspeed") is None:
+        assert rows[contestant]["not_timed"] == "ModuleNotFoundError: No module named 'deepspeed'"
+    else:
+        assert rows[contestant]["step_seconds"] > 0
+    assert rows["plain"]["step_seconds"] > 0

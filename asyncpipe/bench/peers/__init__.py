@@ -7,6 +7,7 @@ for each of their threads. Their gradients are compared with the plain loop's fi
     bare.py            the floor: threads and queues alone, processes and shared memory alone
     two_processes.py   two processes, and torch.distributed.pipelining in them
     data_parallel.py   two processes with the whole model each, by DistributedDataParallel or bare
+    with_deepspeed.py  two processes, and DeepSpeed in them
 
 asyncpipe and the bare threads have a thread for each stage. Where there are two processes, each has half of the stages
 as one: torch's pipelining, the bare processes, and asyncpipe with worker processes.

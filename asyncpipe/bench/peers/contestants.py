@@ -2,7 +2,8 @@
 
 ``plain``, ``bare`` and ``bare-processes`` use no library (``cases.py``, ``bare.py``); ``step`` and ``processes`` are
 asyncpipe; ``distributed`` is torch's own pipelining (``two_processes.py``). Those that train two replicas, which are
-``replicas-…`` and two processes with the whole model each (``data_parallel.py``), update them in each step.
+``replicas-…`` and two processes with the whole model each (``data_parallel.py``), update them in each step, and so
+does DeepSpeed, with stages and with replicas (``with_deepspeed.py``).
 """
 
 from __future__ import annotations
@@ -18,19 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.bench.cases import Case, loss_fn, plain_step
+from asyncpipe.bench.cases import RATE, Case, loss_fn, plain_step
 from asyncpipe.bench.harness import seconds_of
 from asyncpipe.bench.peers.bare import bare_rank, bare_threads, links
 from asyncpipe.bench.peers.data_parallel import all_reduce_rank, ddp_rank
 from asyncpipe.bench.peers.two_processes import Prepare, torch_rank, two_processes
+from asyncpipe.bench.peers.with_deepspeed import deepspeed_rank
 from asyncpipe.core.predict.report import Report
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
 
 __all__ = ["CONTESTANTS", "Contestant"]
-
-RATE = 1024.0
-"""At which gradients are fetched from workers, as the differences of an update: large, so that no digits are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +155,18 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Case], AbstractContextManager[Contes
     "processes": ("asyncpipe: pipe.step(x, target) in two worker processes", _processes),
     "ddp": ("DistributedDataParallel, two processes, gloo", partial(_over_gloo, ddp_rank, whole=True)),
     "all-reduce": ("two bare processes, all_reduce over gloo", partial(_over_gloo, all_reduce_rank, whole=True)),
+    "deepspeed-1x2": (
+        "DeepSpeed's PipelineModule, two stages in two processes, gloo",
+        partial(_over_gloo, partial(deepspeed_rank, 2, 0)),
+    ),
+    "deepspeed-2x1": (
+        "DeepSpeed's PipelineModule, two replicas in two processes, gloo",
+        partial(_over_gloo, partial(deepspeed_rank, 1, 0), whole=True),
+    ),
+    "deepspeed-2x1-zero1": (
+        "DeepSpeed's PipelineModule, two replicas in two processes, gloo, ZeRO-1",
+        partial(_over_gloo, partial(deepspeed_rank, 1, 1), whole=True),
+    ),
 }
 """By name: what it is, and the context in which it is ready to run a case. That raises what keeps it from running."""
 for _stages in (1, 2):
