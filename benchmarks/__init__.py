@@ -42,6 +42,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("out",),
     ),
     "shards": ("bytes of the states of an optimizer in shards, by replica", ()),
+    "task_cost": (
+        "processor time of F, B and C beyond torch, on a CPU and on emulated streams, and of its parts",
+        ("device", "steps"),
+    ),
     "unet": ("U-Nets on one device: speed, and the largest one in a given memory", ("device", "size")),
 }
 """By name: what it measures, and its options, which are keyword arguments of ``run``."""
