@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, Protocol, cast
 
@@ -71,6 +71,12 @@ INTERNALS = (
         "test_a_thread_that_drew_leaves_nothing_to_drop_at_its_end",
         "None stays in the thread's slot",
         since="after 2.9",
+    ),
+    Internals(
+        "_C._cuda_getCurrentStream _C._cuda_setStream",
+        "every copy makes streams current, which takes some 8 µs by torch.cuda.stream",
+        "test_the_current_stream_and_device_come_back",
+        "torch.cuda.current_stream and set_stream",
     ),
     Internals(
         "autograd.Variable._execution_engine.run_backward",
@@ -357,6 +363,41 @@ def is_default_generator(generator: Any) -> bool:
     """Whether it is torch's for CPUs. The dispatcher makes another Python object of it."""
     default: Any = torch.default_generator
     return bool(generator._cdata == default._cdata)
+
+
+# Streams
+
+
+@cache
+def stream_functions(kind: str) -> tuple[Callable[[int], Any], Callable[[Any], object], Callable[[Any], Any]]:
+    """For a type of device: what is current on a device (-1: the current one), what makes that current, and what
+    stands for a stream there."""
+    get, put = getattr(torch._C, "_cuda_getCurrentStream", None), getattr(torch._C, "_cuda_setStream", None)
+    if kind == "cuda" and get and put:
+        names = "stream_id", "device_index", "device_type"
+        return get, lambda place: put(**dict(zip(names, place, strict=True))), attrgetter(*names)
+    module = torch.get_device_module(kind)
+    return lambda index: module.current_stream(None if index < 0 else index), module.set_stream, lambda stream: stream
+
+
+class CurrentStream:
+    """A context in which a stream is current on the calling thread, and its device. To be entered once."""
+
+    __slots__ = ("_here", "_put", "_stream", "_there")
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream, device = self._stream, self._stream.device
+        get, self._put, place = stream_functions(device.type)
+        self._here, self._there = get(-1), get(device.index)
+        self._put(place(stream))
+
+    def __exit__(self, *_: object) -> None:
+        self._put(self._there)
+        if self._here != self._there:
+            self._put(self._here)
 
 
 # Autograd

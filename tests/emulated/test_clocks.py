@@ -5,6 +5,7 @@ import torch
 
 from asyncpipe.core.engine.events import TaskCompleted
 from asyncpipe.ops.device import device_clock
+from asyncpipe.ops.device.streams import AcceleratorStream, record
 from tests.emulated import device as emu
 from tests.emulated.helpers import X, layers, piped
 
@@ -35,16 +36,59 @@ def test_a_new_origin_is_taken_at_the_border_of_two_steps_and_only_a_better_one(
 
     monkeypatch.setattr(emu.Event, "synchronize", synchronize)
     clock = device_clock.DeviceClock(DEVICE)
-    first = clock.origin()
+    first = clock.origin
     assert first.error == pytest.approx(0.5e-5)
     now[0] = 0.5
+    clock.refresh()
     clock.tick()
-    assert clock.origin() is first, "it is not old"
+    assert clock.origin is first, "it is not old"
     now[0] = 2.0
-    assert clock.origin() is first, "the step goes on"
+    clock.refresh()
+    assert clock.origin is first, "the step goes on"
     clock.tick()
-    second = clock.origin()
+    second = clock.origin
     assert second is not first
     now[0], took[0] = 4.0, 0.1
+    clock.refresh()
     clock.tick()
-    assert clock.origin() is second, "a long round trip tells less than the drift of two seconds"
+    assert clock.origin is second, "a long round trip tells less than the drift of two seconds"
+
+
+def test_no_thread_that_issues_tasks_waits_for_the_clock(monkeypatch):
+    monkeypatch.setattr(device_clock, "LASTS", 0.0)
+    with piped(layers(), ["emu:0"] * 2) as pipe:
+        emu.synchronized.clear()
+        for _ in range(2):
+            pipe.step(X).wait()
+    assert set(emu.synchronized) == {"asyncpipe emu:0 completions", "asyncpipe emu:0#1 completions"}
+
+
+def test_a_task_has_one_event_and_begins_when_what_its_stream_waited_for_has_ended(monkeypatch):
+    records = []
+    real = emu.Event.record
+    monkeypatch.setattr(emu.Event, "record", lambda event, stream=None: records.append(stream) or real(event, stream))
+    one, two = AcceleratorStream(DEVICE), AcceleratorStream(DEVICE)
+
+    def task(stream, takes, *after):
+        """Its start and end, so many seconds from now by the device's clock."""
+        for timing in after:
+            stream.follow(timing)
+        timing = stream.begin()
+        emu._state.offset += takes
+        timing.end()
+        return timing
+
+    first = task(one, 1.0)
+    records.clear()
+    second, other = task(two, 0.0), task(one, 2.0)
+    third = task(two, 0.5, other)
+    assert records == [two.stream, two.stream, one.stream, two.stream], "the first task of a stream has two"
+    ends = [timing.wait()[1] for timing in (first, second, other, third)]
+    fourth = task(two, 0.25, first)
+    assert fourth.wait()[0] == pytest.approx(ends[3], abs=1e-5), "its stream was busy"
+    fifth = task(two, 0.25, task(one, 0.5))
+    assert fifth.wait()[0] == pytest.approx(fifth.wait()[1] - 0.25, abs=1e-3), "it waited for the other stream"
+    emu._state.offset += 3.0
+    two.wait(record(one.stream))
+    sixth = task(two, 0.25)
+    assert sixth.wait()[0] == pytest.approx(sixth.wait()[1] - 0.25, abs=1e-3), "for what is no task, it has a start"

@@ -109,6 +109,29 @@ def test_without_metadata_of_nodes_a_backward_is_not_split(monkeypatch: pytest.M
     assert torch.equal(gradient, torch.ones(2, 3) @ layer.weight)
 
 
+@pytest.mark.parametrize("where", [0, 1])
+def test_the_current_stream_and_device_come_back(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
+    """As torch.cuda keeps them: a current device, and of each device a current stream."""
+    device, current = [0], {index: (7, index, 1) for index in range(2)}
+
+    def put(*, stream_id: int, device_index: int, device_type: int) -> None:
+        device[0], current[device_index] = device_index, (stream_id, device_index, device_type)
+
+    def get(index: int) -> tuple[int, int, int]:
+        return current[device[0] if index < 0 else index]
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", get, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", put, raising=False)
+    torch_internals.stream_functions.cache_clear()
+    stream = SimpleNamespace(device=torch.device("cuda", where), stream_id=3, device_index=where, device_type=1)
+    with torch_internals.CurrentStream(stream):
+        assert device == [where]
+        assert current == {where: (3, where, 1), 1 - where: (7, 1 - where, 1)}
+    assert device == [0]
+    assert current == {index: (7, index, 1) for index in range(2)}
+    torch_internals.stream_functions.cache_clear()
+
+
 # References in the slot of a thread
 
 

@@ -18,6 +18,7 @@ from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.ops.device.device_clock import Timing, clock_of
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.lent_streams import lend
+from asyncpipe.ops.torch_internals import CurrentStream
 
 __all__ = ["AcceleratorStream", "CpuStream", "Fence", "LaneStream", "begin_behind", "make_streams", "record"]
 
@@ -34,6 +35,9 @@ class CpuStream:
         # Hazard: the tensors come from a copy out of an accelerator. The host must not read them before it is done.
         event.synchronize()
 
+    def follow(self, timing: Timing) -> None:
+        self.wait(timing.ended)
+
     def keep(self, tensors: Iterable[Tensor]) -> None:
         pass
 
@@ -49,17 +53,25 @@ class AcceleratorStream:
         self.stream = lend(device, self)
         self.readers: frozenset[Any] = frozenset()
         """The streams of the caller that may read what was made here, since the last step's end."""
-        self._use = torch.get_device_module(device).stream
         self._clock = clock_of(device)
+        self._behind: list[Timing] | None = None
+        """What the next task here begins behind, or ``None`` if that is not all tasks."""
 
     def use(self) -> AbstractContextManager[object]:
         """Make it the current stream, and its device the current device, of the calling thread."""
-        context: AbstractContextManager[object] = self._use(self.stream)
-        return context
+        return CurrentStream(self.stream)
 
     def wait(self, event: torch.Event) -> None:
         """Run what is queued from now on after ``event``."""
         self.stream.wait_event(event)
+        self._behind = None
+
+    def follow(self, timing: Timing) -> None:
+        """Run what is queued from now on after a task."""
+        if timing.stream is not self.stream:
+            self.stream.wait_event(timing.ended)
+            if self._behind is not None:
+                self._behind.append(timing)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Keep the memory of ``tensors``, allocated on other streams, until the work queued here now is done."""
@@ -69,7 +81,9 @@ class AcceleratorStream:
 
     def begin(self) -> Timing:
         """Start the clock of a task. (``None`` from a ``CpuStream``, where a task is done when its call returns.)"""
-        return Timing(self.stream, self._clock)
+        timing = Timing(self.stream, self._clock, self._behind)
+        self._behind = [timing]
+        return timing
 
     def tick(self) -> None:
         """A step begins."""

@@ -117,7 +117,8 @@ class Binder:
             *(graph, plan, tensors, resources.stages, streams, resources.copiers, context),
             *(self._draws, self.notes, self._offloads),
         )
-        self._events: dict[int, torch.Event] = {}
+        self._timings: dict[int, Timing] = {}
+        """Of the tasks that accelerators have queued."""
         self._streams = [resources.streams[lane] for lane in graph.lanes]
         """Of the graph's lanes."""
         self._on_host = all(isinstance(stream, CpuStream) for stream in resources.streams.values())
@@ -184,7 +185,7 @@ class Binder:
 
     def _run_and_send(self, task: Task, function: Callable[[], Timing | None], crossings: Crossings) -> Timing | None:
         timing = function()
-        crossings.left(task.number, self._events.get(task.number))
+        crossings.left(task.number, None if timing is None else timing.ended)
         return timing
 
     def _queue(self, compute: Callable[[Task], None], task: Task) -> Timing | None:
@@ -282,18 +283,18 @@ class Binder:
 
         Hazard: the task reads tensors that its dependencies may still be writing on other streams.
         """
-        if self._events:
+        if self._timings:
             for dependency in self._graph.dependencies[task.number]:
-                event = self._events.get(dependency)
-                if event is not None:
-                    stream.wait(event)
+                if (timing := self._timings.get(dependency)) is not None:
+                    stream.follow(timing)
         if task.number in self._gates and task.microbatch in self._tensors.gradients_ready:
             # Hazard: the autograd engine may still be writing the caller's gradient on its own stream.
             stream.wait(self._tensors.gradients_ready.pop(task.microbatch))
 
     def _finish(self, task: Task, timing: Timing | None) -> Timing | None:
         if timing is not None:
-            self._events[task.number] = timing.end()
+            timing.end()
+            self._timings[task.number] = timing
         return timing
 
     # Tasks of the whole step
@@ -379,10 +380,10 @@ class Binder:
                 side = AcceleratorStream(device)
                 for counted in self._graph.tasks:
                     is_last = counted.kind is TaskKind.FORWARD and self._rows.is_last(counted.stage)
-                    if is_last and counted.number in self._events:
+                    if is_last and counted.number in self._timings:
                         # Hazard: the copy out of that device, on this side stream, reads counts that a last stage's
                         # forwards may still be writing.
-                        side.wait(self._events[counted.number])
+                        side.follow(self._timings[counted.number])
                 # Hazard: the counts were allocated on a last stage's compute stream and are read on this one. Their
                 # memory must not be reused before that read is done.
                 side.keep(count for count in counts if count.device == device)
