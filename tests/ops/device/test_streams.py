@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from asyncpipe.ops.device import lent_streams
+from asyncpipe.ops.device import lent_streams, streams
 from asyncpipe.ops.device.streams import AcceleratorStream
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -19,6 +19,7 @@ def of_torch(monkeypatch):
     """Handles of 32 streams of each device, round robin."""
     handles = {device: cycle([(device, number) for number in range(32)]) for device in (DEVICE, OTHER)}
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(handles[device]))
+    monkeypatch.setattr(streams, "clock_of", lambda device: None)  # It would wait for the device.
     # Private: the pool of unused streams belongs to the process, and other tests must not see these handles.
     monkeypatch.setattr(lent_streams, "_unused", type(lent_streams._unused)(list))
     monkeypatch.setattr(lent_streams, "_lent", type(lent_streams._lent)())
@@ -29,8 +30,8 @@ def test_no_two_pipelines_share_a_stream():
     lasting = [AcceleratorStream(DEVICE) for _ in range(3)]
     for _ in range(40):
         passing = [AcceleratorStream(device) for device in (DEVICE, OTHER) for _ in range(6)]
-        streams = [lane.stream for lane in [*lasting, *passing]]
-        assert len(set(streams)) == 15
+        used = [lane.stream for lane in [*lasting, *passing]]
+        assert len(set(used)) == 15
         assert all(lane.stream[0] == lane.device for lane in passing)
         del passing
         gc.collect()
