@@ -558,6 +558,9 @@ def is_of_transform(node: fx.Node) -> bool:
 
 # Compilation
 
+CAPTURES_HAVE_SEEDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+"""Whether each CUDA graph has memory of its own for the seed of its draws."""
+
 
 def compile_settings(wanted: Mapping[str, object]) -> AbstractContextManager[None]:
     """Settings of the compiler inside. Leaves out what an older torch does not know."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe import Pipeline
+from asyncpipe.ops.torch_internals import CAPTURES_HAVE_SEEDS
 
 pytestmark = pytest.mark.cuda
 
@@ -26,7 +27,8 @@ def trained(option: Any, make: Callable[[], list[nn.Module]] = layers, **options
     torch.manual_seed(0)
     model = nn.Sequential(*make()).double()
     options = {"checkpoint": "never", "loss_fn": nn.functional.mse_loss, "compile": option, **options}
-    pipe = Pipeline(model, [DEVICE, DEVICE], microbatches=4, balance=[3, len(model) - 3], **options)
+    devices = options.pop("devices", (DEVICE, DEVICE))
+    pipe = Pipeline(model, devices, microbatches=4, balance=[3, len(model) - 3], **options)
     losses = []
     with pipe.sync() as run:
         for samples in (8, 8, 10, 8):
@@ -46,6 +48,45 @@ def test_micro_batches_in_flight_compute_what_is_computed_without_graphs(checkpo
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     assert [(stage.forward_graphs, stage.backward_graphs) for stage in pipe.compiled] == [(1, 1), (1, 1)]
     assert all(not stage.recompilations for stage in pipe.compiled)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_two_logical_devices_of_a_gpu_draw_the_same_with_and_without_graphs(checkpoint: str) -> None:
+    devices = (DEVICE, f"{DEVICE}#1")
+    if not CAPTURES_HAVE_SEEDS:
+        with pytest.raises(asyncpipe.TaskError, match="share the seed"):
+            trained("cudagraphs", devices=devices)
+        return
+    for _ in range(5):
+        plain, _ = trained(False, checkpoint=checkpoint, devices=devices)
+        found, _ = trained("cudagraphs", checkpoint=checkpoint, devices=devices)
+        for one, other in zip(plain, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def convolutions() -> list[nn.Module]:
+    shape = nn.Unflatten(1, (1, 8, 8))
+    return [shape, nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1), nn.Flatten()]
+
+
+def test_convolutions_that_cudnn_benchmarks_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = trained(False, convolutions)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    found, _ = trained("cudagraphs", convolutions)
+    for one, other in zip(plain, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_slots_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    synchronize, empty_cache = torch.cuda.synchronize, torch.cuda.empty_cache
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: (calls.append("wait"), synchronize(*device))[1])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: (calls.append("empty"), empty_cache())[1])
+    _, pipe = trained("cudagraphs", schedule="gpipe")
+    captured = [each.stage for stage in pipe.stages if stage.compiler for each in stage.compiler.compilations]
+    assert "wait" not in calls
+    # Once for each of two stages and two sizes.
+    assert calls.count("empty") == 4 < len(captured)
 
 
 def test_slots_are_as_many_as_micro_batches_in_flight() -> None:

@@ -5,10 +5,15 @@ sends out of it; and what a forward leaves for its backward stays there until th
 between the two at a time, so a *slot*, a forward and its backward with memory of their own, is taken by one micro-batch
 until its backward is done, and captured when no free one is left::
 
-    call 1 of a size   runs as it is: libraries start up, and the stage shows whether it changes buffers
-    call 2             no free slot: captured, replayed    slot 0   F ───────────▶ B ─▶ free
-    call 3             no free slot: captured, replayed    slot 1        F ──────────▶ B ─▶ free
+    call 1 of a size   runs as it is: the stage shows whether it changes buffers, and whether it draws
+    call 2             warm-up; then, as call 3
+    call 3             no free slot: captured, replayed    slot 0   F ───────────▶ B ─▶ free
+    call 4             no free slot: captured, replayed    slot 1        F ──────────▶ B ─▶ free
     later              a free slot is replayed
+
+The warm-up is forwards and backwards on the stream of captures, so that nothing of a library happens for the first time
+in a capture: the workspaces of cuBLAS for this stream, plans and benchmarks of cuDNN for these sizes
+(``cudnn.benchmark``), kernels that are loaded or compiled when they are first used.
 
 This is why torch's own ways do not do here: ``torch.cuda.make_graphed_callables`` has one slot, and the trees of
 ``mode="reduce-overhead"`` keep what a call made until the thread's next one only.
@@ -20,9 +25,14 @@ other streams read it later; gradients of inputs too. Gradients of parameters ar
 before the slot is replayed again: they are passed as the objects that the slot keeps, so autograd copies them instead
 of taking their memory for ``grad``.
 
-**Random numbers.** The device's default generator is registered with a graph by torch. A replay begins where the
-generator is, which the task has set (``ops/autograd/random_streams.py``), and moves it on as the kernels would. So a
-replayed forward, its recomputation, and a call that is not replayed draw the same.
+**Random numbers.** A replay begins where the device's default generator is, which the task has set
+(``ops/autograd/random_streams.py``), and moves it on as the kernels would. So a replayed forward, its recomputation,
+and a call that is not replayed draw the same. Kernels read where to begin from memory on the device: that of their
+capture since torch 2.12, one for all graphs before. With an older torch, stages on two streams of a GPU may not both
+draw.
+
+**Which graphs a call may replay** depends on modes, flags, sizes, and where parameters are. In a whole step, parameters
+are looked at once for each stage; in a call of ``pipe(x)``, whose backward may come much later, for each task.
 
 **Refused**, since a replay would do without it: forwards that change buffers, hooks of modules, tied parameters, which
 are brought to other memory in each step; a second backward; and what waits for the device (``item()``), which torch
@@ -36,7 +46,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +58,7 @@ from asyncpipe.ops.device.compile_gate import compile_gate, hold_up
 from asyncpipe.ops.device.streams import AcceleratorStream
 from asyncpipe.ops.model.stage_compiler import CallKind, Received
 from asyncpipe.ops.torch_internals import (
+    CAPTURES_HAVE_SEEDS,
     BatchNorm,
     TreeSpec,
     hooks_of,
@@ -62,14 +73,81 @@ __all__ = ["StageCapturer"]
 _logger = logging.getLogger(__name__)
 
 
+WARM_UPS = 3
+"""Forwards and backwards before the first capture of a kind; torch asks for as many."""
+
+
+class GraphDevice:
+    """All that a stage needs of CUDA to capture its kernels. Tests have another one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generator = torch.cuda.default_generators[device.index]
+        self._stream = AcceleratorStream(device).stream
+        """Where graphs are captured."""
+
+    def lane(self) -> object:
+        """The stream on which the calling thread queues, and so replays."""
+        return torch.cuda.current_stream(self.device)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is queued inside runs on the stream of captures, behind what this thread has queued, and before more."""
+        lane = torch.cuda.current_stream(self.device)
+        # Hazard: the lane's stream has queued the writes to what is read inside: parameters and copies of inputs.
+        self._stream.wait_stream(lane)
+        with torch.cuda.stream(self._stream):
+            yield
+        # Hazard: the lane's stream queues writes to the same memory next: the first micro-batch, and later an update.
+        lane.wait_stream(self._stream)
+
+    def settle(self) -> None:
+        """Free the memory of warm-ups, which is kept for the stream of captures, where no capture may use it."""
+        torch.cuda.empty_cache()
+
+    def pool(self) -> Any:
+        """Memory for graphs."""
+        return torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def capturing(self, pool: Any) -> Iterator[Any]:
+        """A graph of the kernels that are queued inside."""
+        graph = torch.cuda.CUDAGraph()
+        # Not ``torch.cuda.graph``, which waits for the whole device and empties the allocator's cache each time.
+        with torch.cuda.stream(self._stream):
+            # ``thread_local``: what other threads do meanwhile (wait for events, allocate) is none of the capture's.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            finally:
+                graph.capture_end()
+
+
 class _Sizes:
     """The calls of one kind with tensors of one size."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws: bool) -> None:
+        self.draws = draws
+        """Whether the forward draws from the device's generator."""
         self.free: list[_GraphSlot] = []
         self.slots = 0
         self.addresses: tuple[int, ...] = ()
         """Of the parameters and buffers that the graphs read."""
+
+
+class _ModuleLook(NamedTuple):
+    """What a stage's module was like when it was looked at."""
+
+    kind: CallKind
+    """That of the calls for which it was."""
+    flags: int
+    """The number of what is asked by ``training`` and ``requires_grad``; equal for equal answers."""
+    addresses: tuple[int, ...]
+    """Of its parameters and buffers; the same object as long as they are equal."""
+
+
+_drawing: weakref.WeakKeyDictionary[StageCapturer, tuple[torch.device, object, int]] = weakref.WeakKeyDictionary()
+"""By what captured graphs that draw: the device and the stream on which these are replayed, and the stage."""
 
 
 class StageCapturer:
@@ -80,9 +158,10 @@ class StageCapturer:
         self._module = module
         self._submodules = tuple(module.modules())
         self._device = device
-        self._stream: AcceleratorStream | None = None
-        """Where graphs are captured."""
+        self._cuda: GraphDevice | None = None
         self._sizes: dict[object, _Sizes] = {}
+        self._flags: dict[object, int] = {}
+        self._look: _ModuleLook | None = None
         self.compilations: list[Compilation] = []
         """All so far."""
         compile_gate.is_used = True
@@ -92,27 +171,27 @@ class StageCapturer:
         self, tensors: Sequence[Tensor], kind: CallKind, microbatch: int, notes: list[Compilation]
     ) -> Iterator[Callable[[Received], Any]]:
         """As ``StageCompiler.prepared``."""
+        look = self._looked(kind)
         key = (
             torch.is_grad_enabled(),
             kind.context,
-            tuple([module.training for module in self._submodules]),
-            tuple([parameter.requires_grad for parameter in self._module.parameters()]),
+            look.flags,
             tuple([(each.dtype, each.shape, each.stride(), each.requires_grad) for each in tensors]),
         )
         sizes = self._sizes.get(key)
         if sizes is None:
-            buffers = self._buffers()
+            cuda = self._cuda = self._cuda or GraphDevice(self._device)
+            buffers, unused = self._buffers(), cuda.generator.get_state()
             yield self._module
             self._check_unhooked()
             self._check_buffers(buffers)
-            self._sizes[key] = _Sizes()
+            self._sizes[key] = _Sizes(draws=not torch.equal(unused, cuda.generator.get_state()))
             return
-        addresses = tuple([each.data_ptr() for each in (*self._module.parameters(), *self._module.buffers())])
-        if addresses != sizes.addresses:
+        moved = False
+        if look.addresses is not sizes.addresses and look.addresses != sizes.addresses:
             sizes.free.clear()
-            moved, sizes.addresses = bool(sizes.addresses), addresses
-        else:
-            moved = False
+            moved = bool(sizes.addresses)
+        sizes.addresses = look.addresses
         if sizes.free:
             slot = sizes.free.pop()
             yield lambda received: slot.run(received, _gives_back(sizes, slot))
@@ -123,6 +202,22 @@ class StageCapturer:
                 yield lambda received: self._captured(received, sizes, notes, moved=moved)
         finally:
             hold_up(False)
+
+    def _looked(self, kind: CallKind) -> _ModuleLook:
+        """What the module is like, in calls of ``kind``."""
+        look = self._look
+        if look is not None and look.kind is kind and not kind.may_retain:
+            return look
+        parameters = list(self._module.parameters())
+        flags = (
+            tuple([module.training for module in self._submodules]),
+            tuple([parameter.requires_grad for parameter in parameters]),
+        )
+        addresses = tuple([each.data_ptr() for each in (*parameters, *self._module.buffers())])
+        if look is not None and look.addresses == addresses:
+            addresses = look.addresses
+        look = self._look = _ModuleLook(kind, self._flags.setdefault(flags, len(self._flags)), addresses)
+        return look
 
     def retained(self) -> AbstractContextManager[None]:
         """As ``StageCompiler.retained``: refused."""
@@ -153,16 +248,38 @@ class StageCapturer:
                 "it changes a buffer in its forward, and a replay would not do so as its recomputation needs",
             )
 
+    def _check_draws(self, cuda: GraphDevice) -> None:
+        """Raise ``CompileError`` where another stage's graphs draw at the same time from the same seed in memory."""
+        if CAPTURES_HAVE_SEEDS:
+            return
+        lane = cuda.lane()
+        for device, stream, other in _drawing.values():
+            if device == self._device and stream != lane:
+                raise CompileError(
+                    self._stage,
+                    f"it draws random numbers, as stage {other} does on another logical device of "
+                    f"{self._device}, and CUDA graphs of one GPU share the seed in torch {torch.__version__}; install "
+                    "torch 2.12 or newer, give each stage that draws a GPU, or use compile=True",
+                )
+        _drawing[self] = self._device, lane, self._stage
+
     def _captured(self, received: Received, sizes: _Sizes, notes: list[Compilation], *, moved: bool) -> Any:
         """Capture one more slot, and run it."""
+        cuda = self._cuda
+        assert cuda is not None
         began = time.perf_counter()
         _logger.info("capturing stage %d, slot %d", self._stage, sizes.slots)
-        if self._stream is None:
-            self._stream = AcceleratorStream(self._device)
+        if sizes.draws:
+            self._check_draws(cuda)
+        cache = torch.is_autocast_cache_enabled()
+        # A parameter that was cast in a warm-up, or in another graph, is not where this graph looks for it.
+        torch.set_autocast_cache_enabled(False)
         try:
-            slot = _GraphSlot(self._module, received, self._stream.stream)
+            slot = _GraphSlot(self._module, received, cuda, warm_ups=0 if sizes.slots else WARM_UPS, draws=sizes.draws)
         except RuntimeError as error:
             raise CompileError(self._stage, f"its kernels cannot be captured: {error}") from error
+        finally:
+            torch.set_autocast_cache_enabled(cache)
         sizes.slots += 1
         made = Compilation(
             self._stage,
@@ -194,36 +311,51 @@ def _gives_back(sizes: _Sizes, slot: _GraphSlot) -> Callable[[], None]:
 class _GraphSlot:
     """A captured forward, with its backward where autograd records, and the memory that both use."""
 
-    def __init__(self, module: nn.Module, received: Received, stream: Any) -> None:
+    def __init__(self, module: nn.Module, received: Received, cuda: GraphDevice, *, warm_ups: int, draws: bool) -> None:
         leaves, self._spec = tree_flatten(dict(received))
         self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.inputs = [torch.empty_like(each).copy_(each.detach()).requires_grad_(each.requires_grad) for each in given]
         self.parameters = [each for each in module.parameters() if each.requires_grad]
+        if warm_ups:
+            state = cuda.generator.get_state() if draws else None
+            with cuda.beside():
+                for _ in range(warm_ups):
+                    outputs = self._forward_of(module)
+                    self._backward_of(outputs, [torch.zeros_like(each) for each in self._wanted(outputs)])
+            cuda.settle()
+            if state is not None:
+                cuda.generator.set_state(state)
         # One pool for both: the backward frees what the forward has saved. No other slot may have that memory.
-        pool = torch.cuda.graph_pool_handle()
-        self.forward = torch.cuda.CUDAGraph()
-        self.backward: torch.cuda.CUDAGraph | None = None
-        # ``thread_local``: what other threads do meanwhile (wait for events, allocate) is none of the capture's.
-        with torch.cuda.graph(self.forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            values, self._sent = tree_flatten(module(_filled(self._leaves, self.inputs, self._spec)))
-            self._values = [_TENSOR if isinstance(value, Tensor) else value for value in values]
-            outputs = [value for value in values if isinstance(value, Tensor)]
-        self.wants = [each.requires_grad for each in outputs]
-        self.starts = [torch.zeros_like(each) for each in outputs if each.requires_grad]
-        """What the backward begins from."""
-        if torch.is_grad_enabled() and any(self.wants):
-            self.backward = torch.cuda.CUDAGraph()
-            ends = [each for each in (*self.inputs, *self.parameters) if each.requires_grad]
-            with torch.cuda.graph(self.backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                found = torch.autograd.grad(
-                    [each for each in outputs if each.requires_grad], ends, self.starts, allow_unused=True
-                )
-            rest = iter(found)
-            self.gradients = [next(rest) if each.requires_grad else None for each in self.inputs]
-            self.of_parameters = list(rest)
+        pool = cuda.pool()
+        with cuda.capturing(pool) as self.forward:
+            outputs = self._forward_of(module)
+        self.backward: Any = None
+        if any(self.wants):
+            self.starts = [torch.zeros_like(each) for each in self._wanted(outputs)]
+            """What the backward begins from."""
+            with cuda.capturing(pool) as self.backward:
+                found = iter(self._backward_of(outputs, self.starts))
+            self.gradients = [next(found) if each.requires_grad else None for each in self.inputs]
+            self.of_parameters = list(found)
         # Detached: the graph of autograd goes, what it saved stays in the pool as long as the graphs of CUDA do.
         self.outputs = [each.detach() for each in outputs]
+
+    def _forward_of(self, module: nn.Module) -> list[Tensor]:
+        """What ``module`` sends of the inputs, whose shapes are noted."""
+        values, self._sent = tree_flatten(module(_filled(self._leaves, self.inputs, self._spec)))
+        self._values = [_TENSOR if isinstance(value, Tensor) else value for value in values]
+        outputs = [value for value in values if isinstance(value, Tensor)]
+        self.wants = [torch.is_grad_enabled() and each.requires_grad for each in outputs]
+        return outputs
+
+    def _wanted(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        return [each for each, wants in zip(outputs, self.wants, strict=True) if wants]
+
+    def _backward_of(self, outputs: Sequence[Tensor], starts: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The gradients of the inputs that have one, and of the parameters."""
+        ends = [each for each in (*self.inputs, *self.parameters) if each.requires_grad]
+        return torch.autograd.grad(self._wanted(outputs), ends, starts, allow_unused=True) if starts else ()
 
     def run(self, received: Received, free: Callable[[], None]) -> Any:
         """What the stage sends. ``free`` is called when nothing needs the slot's memory any more."""
