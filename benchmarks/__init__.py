@@ -8,8 +8,8 @@ a module with ``run`` and ``show``. Helpers:
     light_worker.py      worker processes without torch, for ``controller``
     scraper.py           turns with and without metrics, which are fetched over HTTP as Prometheus does
 
-``paper`` and ``unet`` are folders, whose ``__init__`` has ``run`` and ``show``. Soaks, kills and random cases are
-tests: ``tests/campaigns``.
+``gpu``, ``paper`` and ``unet`` are folders, whose ``__init__`` has ``run`` and ``show``. Soaks, kills and random
+cases are tests: ``tests/campaigns``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "edges": ("a message between two worker processes: µs by size, against torch.distributed's send and recv", ()),
+    "gpu": (
+        "what only a GPU can show, in nine minutes: values, times and memory, beside what is expected; --cpu",
+        (),
+    ),
     "graphs": ("large graphs: seconds to lower and to simulate them", ()),
     "many_steps": (
         "steps in a row, one by one and overlapping: time, idle shares, what is idle between two steps",

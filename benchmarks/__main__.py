@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from asyncpipe.cli.bench import add_benchmarks
 from asyncpipe.errors import AsyncpipeError
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, gpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,8 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Those with which users decide are in asyncpipe bench.",
     )
     add_benchmarks(parser, "benchmarks", BENCHMARKS)
-    args = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else [*arguments]
     try:
+        if given[:1] == ["gpu"]:  # Its options are its own, and its exit status says whether something failed.
+            return gpu.main(given[1:])
+        args = parser.parse_args(given)
         status: int = args.run(args)
     except AsyncpipeError as error:
         print(f"error: {error}", file=sys.stderr)
