@@ -55,14 +55,16 @@ def test_each_end_of_a_process_is_a_verdict(tmp_path):
 
 @pytest.mark.parametrize(
     ("minutes", "told", "asked"),
-    [(0.5, "the time was over after 30 s of it", [30.0]), (0.05, "the time was over", [])],
+    [(0.5, r"the time was over after \d+ s of it", [30.0]), (0.05, "the time was over", [])],
     ids=["cut off", "not begun"],
 )
 def test_what_there_is_no_time_for_is_not_run(monkeypatch, minutes, told, asked):
     monkeypatch.setattr(Server, "run", run := Runs())
     found = gpu.run(str, cpu=True, minutes=minutes, only=["host_ahead"])
-    assert [(row["verdict"], row["told"]) for row in found["checks"]] == [("NOT RUN", told)]
-    assert run.asked[1:] == [("host_ahead", pytest.approx(each, abs=5.0)) for each in asked]
+    (row,) = found["checks"]
+    assert row["verdict"] == "NOT RUN"
+    assert re.fullmatch(told, row["told"])
+    assert run.asked[1:] == [("host_ahead", pytest.approx(each, abs=20.0)) for each in asked]
 
 
 class Runs:
@@ -118,11 +120,12 @@ def test_what_cannot_be_measured_is_said(arguments, message, monkeypatch, tmp_pa
         gpu.main([*arguments, "--out", str(tmp_path)])
 
 
+@pytest.mark.long
 def test_coroutines_are_tests_without_the_plugin(tmp_path):
     (tmp_path / "test_it.py").write_text("async def test_it(tmp_path):\n    assert tmp_path.name == 'other'\n")
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)]
     command += ["-p", "no:asyncio", "-p", "no:cacheprovider", "-p", coroutine_tests.__name__]
-    ended = ran(*command)
+    ended = ran(*command, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert "AssertionError" in ended.stdout
     assert "1 failed" in ended.stdout
 
