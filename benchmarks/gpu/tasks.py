@@ -21,8 +21,9 @@ from asyncpipe import StepRecord, SyncPipeline, TaskKind
 from asyncpipe.bench.cases import CASES as STEPS
 from asyncpipe.bench.cases import plain_step
 from asyncpipe.core.engine.events import TaskCompleted, TaskIssued
+from benchmarks import task_cost as measured_tasks
 from benchmarks.gpu.machine import Machine, Stopwatch
-from benchmarks.gpu.models import batch, busy_stages, mean_square, mse, piped, stage, tanh_layers
+from benchmarks.gpu.models import batch, busy_stages, by_parts, mean_square, mse, piped, stage, tanh_layers
 from benchmarks.gpu.outcome import Outcome, at_most, check, seen
 
 __all__ = ["host_seconds", "task_spans"]
@@ -39,82 +40,56 @@ def host_seconds(record: StepRecord) -> dict[int, float]:
     return issued or {task: end - begin for task, (begin, end) in task_spans(record).items()}
 
 
+BEYOND = {"plain": (25.0, 25.0), "dropout": (35.0, 35.0), "autocast": (30.0, 30.0), "batch norm": (35.0, 35.0)}
+"""By case of ``benchmarks/task_cost.py``: the most µs of F and of B beyond torch."""
+
+
 @check("What does the host spend on a task beyond what torch itself takes for its kernels?", 2)
 def task_cost(machine: Machine) -> Outcome:
-    """Two stages of 8 layers in 32 micro-batches; F and B on the host against the same calls in a plain loop.
+    """``python -m benchmarks task_cost``: processor time of the tasks of a small stage, without those of torch.
 
-    The processor time of a step is that of the whole process, over the number of its tasks. Expected of a GPU: 25 µs
-    around F and B and 8 µs around a copy, which is the aim on a CPU core of this project; there, CUDA adds two events
-    and a wait for each, of some 2 µs.
+    The aim is 25 µs around F and B and 8 µs around a copy on a CPU core of this project. On a GPU's host the core is
+    faster, and each call of CUDA takes 1 to 4 µs of it: an event and a wait for F and B, a copy and two waits for C.
     """
-    microbatches, steps = (32, 10) if machine.cuda else (8, 5)
+    where = "cuda:0" if machine.cuda else "cpu"
+    rows, parts = measured_tasks.measure(where, 40 if machine.cuda else 5)
     figures = []
-    for name, dropout, most in (("", 0.0, 30.0), (", drawing", 0.1, 40.0)):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(tanh_layers(256, 8, dropout) for _ in range(2))).to(machine.device)
-        x = torch.randn(8 * microbatches, 256, device=machine.device)
-        plain, plain_processor = _plain(machine, model, x, microbatches, steps)
-        with piped(model, machine.two, microbatches=microbatches) as pipe:
-            kinds, processor, tasks = _steps(machine, pipe, x, steps)
-        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
-            more = kinds[kind] - plain.median(kind.value)
-            figures.append(at_most(f"{kind.value}{name}: beyond torch", more * 1e6, most, "µs"))
-        figures.append(seen(f"F and B by torch{name}", (plain.median("F") + plain.median("B")) * 1e6, "µs"))
-        if TaskKind.COPY in kinds:
-            figures.append(at_most(f"C{name}", kinds[TaskKind.COPY] * 1e6, 15.0, "µs"))
-        more = (processor - plain_processor) / tasks
-        figures.append(at_most(f"processor time of a task beyond torch{name}", more * 1e6, 60.0, "µs"))
-    return Outcome(figures)
+    for row in rows:
+        case, kind = row["task"].split(": ")
+        most = dict(zip("FBC", (*BEYOND[case], 12.0), strict=True))[kind]
+        figures.append(at_most(f"{row['task']}, beyond torch", row["us_beyond"], most, "µs"))
+        if kind == "C":
+            figures.append(at_most(f"{case}: the runtime around a task", row["us_of_the_runtime"], 15.0, "µs"))
+            figures.append(at_most(f"{case}: completion of a task", row["us_of_completions"], 10.0, "µs"))
+    return Outcome(figures, "parts, µs: " + "; ".join(f"{name} {us:.1f}" for name, us in parts))
 
 
-def _plain(machine: Machine, model: nn.Sequential, x: Tensor, microbatches: int, steps: int) -> tuple[Stopwatch, float]:
-    """Seconds of each forward and backward of a stage on the host, and processor seconds of a step."""
-    watch = Stopwatch()
+@check("How much longer does a step take whose kernels are so short that the host decides?", 2)
+def host_bound_step(machine: Machine) -> Outcome:
+    """Two stages of 8 layers in 32 micro-batches against a plain loop, which launches the same kernels.
 
-    def loop() -> None:
-        for part in x.chunk(microbatches):
-            kept: list[tuple[Tensor, Tensor]] = []
-            values = part
-            for each in model:
-                values = values.detach().requires_grad_(bool(kept))
-                kept.append((values, watch.time("F", partial(each, values))))
-                values = kept[-1][1]
-            end = values.detach().requires_grad_()
-            torch.autograd.backward(mean_square(end))
-            gradient = end.grad
-            for values, output in reversed(kept):
-                watch.time("B", partial(torch.autograd.backward, output, gradient))
-                gradient = values.grad
-        model.zero_grad()
-
-    loop()
-    watch.found.clear()
-    return watch, median(_processor_seconds(machine, loop) for _ in range(steps))
+    Two threads launch, and take turns at the interpreter's lock. Torch takes some 0.5 ms for F and B of a stage, and a
+    task 40 µs more.
+    """
+    microbatches = 32 if machine.cuda else 8
+    torch.manual_seed(0)
+    model = nn.Sequential(*(tanh_layers(256, 8) for _ in range(2))).to(machine.device)
+    x = torch.randn(8 * microbatches, 256, device=machine.device)
+    plain = machine.median_seconds(lambda: by_parts(model, x, microbatches), 10)
+    with piped(model, machine.two, microbatches=microbatches) as pipe:
+        seconds = machine.median_seconds(lambda: pipe.step(x, return_outputs=False).wait(), 10)
+    return Outcome([seen("plain loop", plain * 1e3, "ms"), at_most("step over plain loop", seconds / plain, 1.2, "×")])
 
 
-def _processor_seconds(machine: Machine, work: Callable[[], Any]) -> float:
-    machine.sleep_until_done()
-    began = time.process_time()
-    work()
-    machine.sleep_until_done()
-    return time.process_time() - began
-
-
-def _steps(machine: Machine, pipe: SyncPipeline, x: Tensor, steps: int) -> tuple[dict[TaskKind, float], float, int]:
-    """Median seconds of the host by kind of task, processor seconds of a step, and its number of tasks."""
-    for _ in range(3):
-        pipe.step(x, return_outputs=False).wait()
-    processor = median(
-        _processor_seconds(machine, lambda: pipe.step(x, return_outputs=False).wait()) for _ in range(steps)
-    )
+def _host_medians(pipe: SyncPipeline, x: Tensor, steps: int = 5) -> dict[TaskKind, float]:
+    """Median seconds of the host by kind of task."""
     found: dict[TaskKind, list[float]] = {}
-    for _ in range(steps):
+    for step in range(3 + steps):
         record = pipe.step(x, return_outputs=False).wait().record
         seconds = host_seconds(record)
-        # Not those of the last stage, which compute the loss as well.
-        for task in (each for each in record.graph.tasks if each.stage == 0):
+        for task in record.graph.tasks if step >= 3 else ():
             found.setdefault(task.kind, []).append(seconds[task.number])
-    return {kind: median(values) for kind, values in found.items()}, processor, len(record.graph.tasks)
+    return {kind: median(values) for kind, values in found.items()}
 
 
 @contextmanager
@@ -203,7 +178,7 @@ def many_parameters(machine: Machine) -> Outcome:
     machine.synchronize()
     options = {"microbatches": 8, "optimizer": partial(torch.optim.AdamW, lr=1e-4)}
     with piped(model, machine.one, **options) as pipe:
-        kinds, _, _ = _steps(machine, pipe, x, 5)
+        kinds = _host_medians(pipe, x)
     more = (kinds[TaskKind.BACKWARD] - watch.median("B", 16)) * 1e6
     return Outcome(
         [
