@@ -82,7 +82,7 @@ def memory_in_flight(machine: Machine) -> Outcome:
         torch.manual_seed(0)
         model = nn.Sequential(*(tanh_layers(width, 6) for _ in range(stages)))
         with piped(model, machine.two, microbatches=8, balance=[1, 1], in_flight=in_flight) as pipe:
-            seconds[in_flight] = machine.median_seconds(lambda: pipe.step(x, return_outputs=False).wait(), 4)  # noqa: B023
+            seconds[in_flight] = machine.median_seconds(lambda: pipe.step(x, return_outputs=False).wait(), 4)
             torch.cuda.reset_peak_memory_stats()
             pipe.step(x, return_outputs=False).wait()
             peaks[in_flight] = torch.cuda.memory_stats()["active_bytes.all.peak"]

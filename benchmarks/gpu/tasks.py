@@ -23,7 +23,7 @@ from asyncpipe.bench.cases import plain_step
 from asyncpipe.core.engine.events import TaskCompleted, TaskIssued
 from benchmarks import task_cost as measured_tasks
 from benchmarks.gpu.machine import Machine, Stopwatch
-from benchmarks.gpu.models import batch, busy_stages, by_parts, mean_square, mse, piped, stage, tanh_layers
+from benchmarks.gpu.models import batch, busy_stages, by_parts, mean_square, mse, piped, tanh_layers
 from benchmarks.gpu.outcome import Outcome, at_most, check, seen
 
 __all__ = ["host_seconds", "task_spans"]
@@ -218,13 +218,15 @@ def other_gpu(machine: Machine) -> Outcome:
         command = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         return float(subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout)  # noqa: S603
 
-    before = used()
-    with torch.cuda.device(1):
-        with piped(nn.Sequential(stage(torch.tanh), stage(torch.tanh)), ["cuda:1", "cuda:1"]) as pipe:
+    figures = []
+    options: dict[str, dict[str, Any]] = {"threads": {}, "processes": {"workers": "processes"}}
+    for way, option in options.items():
+        before = used()
+        with piped(tanh_layers(8, 2), ["cuda:1", "cuda:1"], **option) as pipe:
             for _ in range(3):
-                pipe.step(batch(8)).wait()
-        after = used()
-    return Outcome([at_most("taken on GPU 0", after - before, 1, "MiB")])
+                pipe.step(torch.randn(8, 8)).wait()
+            figures.append(at_most(f"{way}: taken on GPU 0", used() - before, 1, "MiB"))
+    return Outcome(figures)
 
 
 @check("What do tiny tasks cost beside a plain loop and beside an empty pipeline of one device?", 14)
