@@ -30,10 +30,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,7 @@ ORDER = """
 MINUTES = 9.0
 LEAST = 5.0
 """Seconds that must be left for another check to begin."""
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("build", "gpu")
 
 show = page.show
@@ -79,6 +83,13 @@ def load_checks() -> dict[str, Check]:
     return {name: CHECKS[name] for name in ORDER}
 
 
+def missing_packages() -> list[str]:
+    """The packages that ``asyncpipe`` needs and this Python lacks, by the names that pip has for them."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    names = [re.split(r"[^\w-]", each, maxsplit=1)[0] for each in declared]
+    return [name for name in names if find_spec(name.replace("-", "_")) is None]
+
+
 def run(
     progress: Progress,
     *,
@@ -89,8 +100,11 @@ def run(
 ) -> Figures:
     """The verdict and the figures of each check, which are also written to ``out`` after each.
 
-    Raises ``OptionError`` for an unknown name in ``only``, and without ``cpu`` where torch finds no GPU.
+    Raises ``OptionError`` for an unknown name in ``only``, for packages that are missing, and without ``cpu`` where
+    torch finds no GPU.
     """
+    if missing := missing_packages():
+        raise OptionError(f"asyncpipe needs packages that this Python lacks; pip install {' '.join(missing)}")
     for name in only:
         check_choice("only", name, tuple(ORDER))
     began = time.monotonic()

@@ -8,7 +8,6 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,10 @@ import torch
 from benchmarks.gpu.machine import Machine, cuda
 from benchmarks.gpu.outcome import Outcome, check, seen
 
-__all__ = ["environment", "missing_packages"]
+__all__ = ["environment"]
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = re.compile("^(CUDA|NCCL|PYTORCH|TORCH|OMP|ASYNCPIPE)_")
-
-
-def missing_packages() -> list[str]:
-    """The packages that ``asyncpipe`` needs and this Python lacks, by the names that pip has for them.
-
-    Without ``tomllib``'s help: the table of dependencies is plain.
-    """
-    import tomllib
-
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    names = [re.split(r"[^\w-]", each, maxsplit=1)[0] for each in declared]
-    return [name for name in names if find_spec(name.replace("-", "_")) is None]
 
 
 @check("What is measured, and on what?", limit=60)

@@ -120,6 +120,12 @@ def test_what_cannot_be_measured_is_said(arguments, message, monkeypatch, tmp_pa
         gpu.main([*arguments, "--out", str(tmp_path)])
 
 
+def test_a_missing_package_is_said(monkeypatch):
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name == "annotated_types" else name)
+    with pytest.raises(gpu.OptionError, match="pip install annotated-types"):
+        gpu.run(str, cpu=True)
+
+
 @pytest.mark.long
 def test_coroutines_are_tests_without_the_plugin(tmp_path):
     (tmp_path / "test_it.py").write_text("async def test_it(tmp_path):\n    assert tmp_path.name == 'other'\n")
