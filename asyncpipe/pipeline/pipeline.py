@@ -31,7 +31,7 @@ from asyncpipe.pipeline.options import PipelineArguments
 from asyncpipe.pipeline.overlap import why_alone
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.pool_options import takes
-from asyncpipe.pipeline.profiling import resolve_auto
+from asyncpipe.pipeline.profiling import resolve_auto, resolve_workers
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
@@ -65,7 +65,7 @@ class Pipeline(ModelProxy):
         self._set_up(arguments)
 
     def _set_up(self, arguments: PipelineArguments) -> None:
-        arguments = arguments.by_row()
+        arguments, why = resolve_workers(arguments.by_row())
         pool = arguments.pool or DevicePool(**arguments.pool_options)
         self.devices = pool.resolve(arguments.flat_devices)
         if arguments.offload is not None and not any(map(has_own_memory, self.devices)):
@@ -86,7 +86,8 @@ class Pipeline(ModelProxy):
         # Copies of the pipeline have the stages as they will be, not as they were built.
         self._arguments = arguments if parts.factory is None else replace(arguments, model=parts.staged)
         physical = set() if pool.on_hosts else {device.physical for device in self.devices}
-        tenant = Tenant(arguments.share or Share(), Observers(arguments.observers, partial(note_devices, physical)))
+        observers = Observers(arguments.observers, partial(note_devices, physical))
+        tenant = Tenant(arguments.share or Share(), observers, why)
         make: Callable[[StepInputs, Tenancy], Step]
         if pool.workers is None:
             stages, remote, make = StagesHere(parts), None, partial(PreparedStep, parts)

@@ -23,7 +23,7 @@ import torch
 
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import NestedWaitError, PipelineClosedError
+from asyncpipe.errors import NestedWaitError, OptionError, PipelineClosedError
 from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch_random
 from asyncpipe.ops.device.compile_gate import on_hold_up
 from asyncpipe.ops.device.devices import Device, resolve_devices
@@ -69,6 +69,8 @@ class DevicePool:
 
     @takes(PoolOptions)
     def __init__(self, options: PoolOptions) -> None:
+        if options.workers == "auto":
+            raise OptionError("workers='auto' is by the steps of one pipeline; give it to Pipeline, not to DevicePool")
         self.on_hosts = options.on_hosts
         """Whether its devices may be on other machines."""
         self.workers = Workers(options) if options.has_workers else None

@@ -47,7 +47,9 @@ class PoolOptions:
     default one pipeline runs its schedule's order or rule, and several get fair shares."""
     workers: str | Mapping[str, str] | Launcher = field(default="threads", metadata={CONTROLLERS_ONLY: True})
     """Where the devices' threads are: ``"threads"`` of this process, or worker ``"processes"`` of this machine, one for
-    each accelerator and each logical CPU device. A mapping from device to the name of its worker makes other groups.
+    each accelerator and each logical CPU device. ``"auto"`` chooses one of the two for a pipeline of its own: on
+    accelerators, with a ``sample``, by how busy the interpreter's lock is in a measured step
+    (``StepNotes.why_workers``); else threads. A mapping from device to the name of its worker makes other groups.
     ``"ray"`` and ``"torchrun"`` are ``RayWorkers()`` and ``TorchrunWorkers()``, and any launcher (``Launcher``) may be
     given."""
     transport: TransportName = field(default="shared_memory", metadata={CONTROLLERS_ONLY: True})
@@ -74,18 +76,18 @@ class PoolOptions:
         if not isinstance(self.workers, Mapping):
             self._check_workers()
         check_choice("transport", self.transport, get_args(TransportName))
-        if not self.has_workers and self.transport != "shared_memory":
+        if self.workers == "threads" and self.transport != "shared_memory":
             raise OptionError(f"transport={self.transport!r} is for workers; leave it out, or use workers='processes'")
         if self.has_workers and self.executors is not None:
             raise OptionError("executors run tasks in this process; leave them out, or use workers='threads'")
 
     def _check_workers(self) -> None:
         if isinstance(self.workers, str):
-            check_choice("workers", self.workers, ("threads", "processes", "ray", "torchrun"))
+            check_choice("workers", self.workers, ("threads", "processes", "auto", "ray", "torchrun"))
         elif not all(callable(getattr(self.workers, name, None)) for name in ("prepare", "start", "close")):
             raise OptionError(
-                "workers must be 'threads', 'processes', 'ray', 'torchrun', a mapping, or a launcher with the methods "
-                f"prepare, start and close, got {self.workers!r}"
+                "workers must be 'threads', 'processes', 'auto', 'ray', 'torchrun', a mapping, or a launcher with the "
+                f"methods prepare, start and close, got {self.workers!r}"
             )
 
     @property
@@ -93,12 +95,12 @@ class PoolOptions:
         """Whether workers may be on other machines, so that devices are looked for there."""
         if isinstance(self.workers, Mapping):
             return False
-        return self.workers not in ("threads", "processes")
+        return self.workers not in ("threads", "processes", "auto")
 
     @property
     def has_workers(self) -> bool:
         """Whether the devices are in worker processes."""
-        return self.workers != "threads"
+        return self.workers not in ("threads", "auto")
 
 
 def takes(

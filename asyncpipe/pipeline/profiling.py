@@ -11,12 +11,14 @@ busy. Two pipelines on copies of the model take turns, so that other load on the
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Literal
 
 import torch
@@ -36,6 +38,7 @@ from asyncpipe.core.predict.layer_profile import (
 )
 from asyncpipe.core.predict.planner import Plan, plan
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
+from asyncpipe.core.predict.threads_or_processes import threads_or_processes
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
 from asyncpipe.errors import MicrobatchError, OptionError
 from asyncpipe.ops.device.copies import host_bandwidth
@@ -56,7 +59,9 @@ from asyncpipe.pipeline.step_inputs import NO_TARGET, StepInputs, StepOptions
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.waits import drive_blocking
 
-__all__ = ["Measuring", "SampleBatch", "choose", "measure", "resolve_auto"]
+__all__ = ["Measuring", "SampleBatch", "choose", "measure", "resolve_auto", "resolve_workers"]
+
+_logger = logging.getLogger(__name__)
 
 STEPS = 5
 """Measured steps of each variant, for each number of micro-batches."""
@@ -156,15 +161,12 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
         return arguments
     assert arguments.sample is not None
     assert isinstance(arguments.schedule, str)
-    x, target = (*arguments.sample, NO_TARGET)[:2]
-    options = arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim, arguments.optimizer
-    sample = SampleBatch(x, target, *options)
     # As in ``why_alone``; the planner knows of ties and rules.
     overlap = arguments.optimizer is not None and not arguments.deferred_batch_norm
     plan = choose(
         arguments.model,
         arguments.flat_devices[: len(arguments.flat_devices) // arguments.replicas],
-        sample,
+        _sample_of(arguments),
         arguments.microbatches,
         schedules=None if arguments.schedule == "auto" else [arguments.schedule],
         balance=arguments.balance,
@@ -178,6 +180,55 @@ def resolve_auto(arguments: PipelineArguments) -> PipelineArguments:
     )
     chosen = (plan.offload or None) if arguments.offload == "auto" else arguments.offload
     return replace(arguments, schedule=plan.schedule, balance=list(plan.balance), offload=chosen, sample=None)
+
+
+def _sample_of(arguments: PipelineArguments) -> SampleBatch:
+    x, target = (*(arguments.sample or ()), NO_TARGET)[:2]
+    options = arguments.loss_fn, arguments.loss_reduction, arguments.batch_dim, arguments.optimizer
+    return SampleBatch(x, target, *options)
+
+
+def resolve_workers(arguments: PipelineArguments) -> tuple[PipelineArguments, str]:
+    """``arguments`` with threads or processes in place of ``workers="auto"``, and why.
+
+    Schedule and balance are chosen first, if they are to be. Then a copy of the model takes ``STEPS`` steps on threads.
+    """
+    if arguments.workers != "auto":
+        return arguments, ""
+    devices, chosen = resolve_devices(arguments.flat_devices), resolve_auto(arguments)
+    workers, why = "threads", _why_threads(arguments, devices)
+    if why is None:
+        assert not isinstance(chosen.balance, str)
+        own, sample = devices[: len(devices) // chosen.replicas], _sample_of(arguments)
+        variant = StepVariant.KEPT if chosen.checkpoint == CheckpointMode.NEVER else StepVariant.RECOMPUTED
+        with _MeasuredPipeline(chosen.model, own, chosen.balance, sample, chosen.intra_op_threads) as pipeline:
+            for _ in range(2):  # They warm up.
+                pipeline.step(chosen.microbatches, variant)
+            begun = process_time()
+            steps = [pipeline.step(chosen.microbatches, variant) for _ in range(STEPS)]
+            # Of all replicas, whose threads share one lock.
+            processor = (process_time() - begun) * chosen.replicas
+        tasks = sum(len(step.record.graph.tasks) for step in steps) * chosen.replicas
+        seconds = sum(step.seconds for step in steps)
+        workers, why = threads_or_processes(len(devices), tasks // STEPS, processor / STEPS, seconds / STEPS)
+    _logger.info("workers='auto' chose %s: %s", workers, why)
+    transport = "shared_memory" if workers == "threads" else chosen.transport
+    return replace(chosen, workers=workers, transport=transport), why
+
+
+def _why_threads(arguments: PipelineArguments, devices: Sequence[Device]) -> str | None:
+    """Why the devices of ``workers="auto"`` run on threads whatever steps cost; ``None`` if that is to be measured."""
+    if not all(device.is_accelerator for device in devices):
+        return "operators on CPUs run without the interpreter's lock"
+    if len({device.physical for device in devices}) == 1:
+        return "all devices are on one accelerator, which has one worker"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return "this interpreter runs without a lock"
+    if arguments.optimizer is None:
+        return "without an optimizer= of the pipeline the gradients are the caller's, and in processes he has none"
+    if arguments.sample is None or isinstance(arguments.model, StageFactory):
+        return "nothing was measured, since there is no sample=, or a StageFactory builds the stages"
+    return None
 
 
 def _named_layers(model: nn.Module | Sequence[nn.Module] | StagedModel | StageFactory) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from asyncpipe.core.engine.events import (
     Command,
@@ -102,7 +102,7 @@ class Driver(StepDriver[Execution]):
         """In which events are handled. That of the thread that posts one would mark observers as inside a task."""
         self._alarm: asyncio.TimerHandle | None = None
         """Asks the scheduler again at ``wake_at``, if no event comes before."""
-        self._tenants: WeakSet[Tenant] = WeakSet()
+        self._tenants: WeakKeyDictionary[Tenant, None] = WeakKeyDictionary()
         """Those that have begun a step."""
         self._nobody = Tenant()
         """Whose steps are that nobody is named for."""
@@ -177,7 +177,7 @@ class Driver(StepDriver[Execution]):
         abort = StepAbort(self._next_number if number is None else number, self._aborting)
         execution = Execution(abort, graph, bind, around, notes or StepNotes(), tenant, executors)
         self._begin(execution, after)
-        self._tenants.add(tenant)
+        self._tenants[tenant] = None
         by_program = all(isinstance(executor, RunsPrograms) for executor in set(executors))
         try:
             self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, execution.follows))
@@ -213,12 +213,14 @@ class Driver(StepDriver[Execution]):
         await super().drain(tenant)
         if tenant is not None:
             job = tenant.share.job
-            if not any(other.share.job == job and not other.is_leaving for other in self._tenants):
+            # The references at once: the last of another tenant may go on any thread meanwhile.
+            others = [other for reference in self._tenants.keyrefs() if (other := reference()) is not None]
+            if not any(other.share.job == job and not other.is_leaving for other in others):
                 self.scheduler.forget(job)
 
     def leave(self, tenant: Tenant) -> None:
         """End the threads that only ``tenant`` uses, once they are done. From any thread."""
-        for executor in tuple(self._executors.values()):
+        for executor in list(self._executors.values()):
             if isinstance(executor, Replaceable):
                 executor.leave(tenant)
 
@@ -228,7 +230,7 @@ class Driver(StepDriver[Execution]):
         """The running tasks, on executors that can give them up. From any thread."""
         return [
             RunningTask(execution, current[1], current[2], executor, current)
-            for executor in tuple(self._executors.values())
+            for executor in list(self._executors.values())
             if isinstance(executor, Replaceable)
             for current in executor.running
             if (execution := self._under_way.get(current[0].number)) is not None
@@ -314,11 +316,11 @@ class Driver(StepDriver[Execution]):
         May be called again, from any thread.
         """
         self.is_closed = True
-        for execution in tuple(self._under_way.values()):
+        for execution in list(self._under_way.values()):
             execution.abort.cancel(self._post)
             # Not left to the loop, which may be at its end.
             execution.abort.confirm()
-        for executor in self._executors.values():
+        for executor in list(self._executors.values()):
             executor.close()
 
     def join(self) -> None:
@@ -461,6 +463,7 @@ class Driver(StepDriver[Execution]):
         notes = execution.notes
         # All wake-ups since the last step that ended.
         notes.wakeups, self._wakeups = self._wakeups, []
+        notes.why_workers = execution.tenant.why_workers
         observers.note_devices(notes)
         record = remove_record(self.scheduler, execution.number)
         notes.taken = record.notes.taken

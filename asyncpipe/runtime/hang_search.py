@@ -131,7 +131,7 @@ class HangSearch:
 
     def suspects(self) -> list[Suspect]:
         """What runs in workers, the workers that are silent during a step, and the steps that stand still."""
-        looks = [look for look in tuple(self._looks.values()) if look.inquiry is None]
+        looks = [look for look in list(self._looks.values()) if look.inquiry is None]
         before, self._looked_at = self._looked_at, self._clock()
         if (older := [look for look in looks if look.began < before]) and self._loop is not None:
             with suppress(RuntimeError):  # The loop is closed: nobody waits for these steps.

@@ -77,12 +77,12 @@ class Observers:
 
     def close(self) -> None:
         """Let the threads end after the records that are queued. May be called again."""
-        for thread in tuple(self._threads.values()):
+        for thread in list(self._threads.values()):
             thread.close()
 
     def join(self) -> None:
         """Wait for the threads, after ``close``; at most ``PATIENCE`` seconds for each."""
-        for thread in tuple(self._threads.values()):
+        for thread in list(self._threads.values()):
             thread.join()
 
     def _show_here(self, observer: Observer, record: StepRecord) -> None:

@@ -113,7 +113,7 @@ class PartsDriver(StepDriver[PartsExecution]):
 
     def close(self) -> None:
         self.is_closed = True
-        for execution in tuple(self._under_way.values()):
+        for execution in list(self._under_way.values()):
             self._stop(execution)
 
     # What workers tell
@@ -141,7 +141,7 @@ class PartsDriver(StepDriver[PartsExecution]):
             if worker in pipeline.workers.values():
                 pipeline.tell(worker)
         ran = self._tasks_in(worker)
-        for execution in tuple(self._under_way.values()):
+        for execution in list(self._under_way.values()):
             if execution.workers.get(worker.name) is worker and worker.name not in execution.ended:
                 found = error.while_running([_named(execution, other, task) for other, task, _ in ran], hang)
                 self.part_ended(worker.name, PartEnded(execution.number, error=found))
@@ -166,7 +166,7 @@ class PartsDriver(StepDriver[PartsExecution]):
             return
         error.edges = tuple(dict.fromkeys(pipeline.broken_edges))
         pipeline.broken = error
-        for execution in tuple(self._under_way.values()):
+        for execution in list(self._under_way.values()):
             if execution.pipeline is pipeline:
                 execution.error = execution.error or error
                 self._stop(execution)

@@ -199,7 +199,8 @@ class PartsExecution(DrivenStep):
                     self.number, self.graph, share, self.started, parts, self._over, self.error, after=self.follows
                 )
                 workers = {name: _worker_notes(self, worker) for name, worker in self.workers.items()}
-                self._record = replace(record, notes=StepNotes.merged(notes, workers))
+                merged = replace(StepNotes.merged(notes, workers), why_workers=self.tenant.why_workers)
+                self._record = replace(record, notes=merged)
             return self._record
 
     def _events(self, name: str, journal: PartJournal) -> list[tuple[float, TaskEvent]]:

@@ -36,6 +36,8 @@ class Tenant:
     """What its steps get of lanes that other tenants use as well."""
     observers: Observers = field(default_factory=Observers)
     """Who gets the records of its steps."""
+    why_workers: str = ""
+    """For ``StepNotes.why_workers``."""
     is_leaving: bool = field(default=False, init=False)
     """Set for good when the driver drains it: its steps are refused from then on."""
     hung: HungTaskError | None = field(default=None, init=False)

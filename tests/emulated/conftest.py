@@ -19,7 +19,8 @@ if not collect_ignore_glob:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         monkeypatch.setattr(device_clock, "_clocks", {})
         monkeypatch.setattr(device_clock, "LASTS", 1e9)
-        monkeypatch.setattr(lent_streams, "_unused", type(lent_streams._unused)(list))
+        monkeypatch.setattr(lent_streams, "_unused", {})
+        monkeypatch.setattr(lent_streams, "_made", {})
         emu.reset()
         yield
         emu.reset()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from torch import nn
 import asyncpipe
 from asyncpipe import Pipeline, Share, known_schedules
 from asyncpipe.core.predict.layer_profile import message_sizes
+from asyncpipe.core.predict.profile_from_journals import MeasuredStep
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.errors import BalanceError, MicrobatchError, OptionError, PlanError
+from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline import profiling
+from asyncpipe.pipeline.options import PipelineArguments
 
 mse = nn.functional.mse_loss
 DEVICES = ["cpu:0", "cpu:1"]
@@ -80,6 +85,65 @@ async def test_replicas_are_chosen_for_on_the_devices_of_the_first(workload, mon
         assert pipe.microbatches == 2
         await pipe.step(workload.x, workload.target)
     assert not any(torch.equal(value, state[key]) for key, value in model.state_dict().items() if value.numel() > 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "is_free", "why"),
+    [
+        (["cpu:0", "cuda:0"], {}, False, "operators on CPUs"),
+        (["cuda:0", "cuda:0"], {}, False, "on one accelerator"),
+        (["cuda:0", "cuda:1"], {}, True, "without a lock"),
+        (["cuda:0", "cuda:1"], {"optimizer": None}, False, "without an optimizer="),
+        (["cuda:0", "cuda:1"], {"sample": None}, False, "there is no sample="),
+        (["cuda:0", "cuda:1"], {}, False, None),
+    ],
+    ids=str,
+)
+def test_where_nothing_is_to_be_measured_it_is_threads(workload, monkeypatch, names, given, is_free, why):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: not is_free, raising=False)
+    options = {"sample": (workload.x,), "optimizer": torch.optim.SGD, "microbatches": 2} | given
+    arguments = PipelineArguments(model=workload.model(), devices=names, workers="auto", **options)
+    found = profiling._why_threads(arguments, [Device(name, torch.device(name)) for name in names])
+    assert found is None if why is None else why in found
+
+
+@pytest.mark.parametrize(("share", "workers"), [(0.3, "threads"), (0.9, "processes")])
+@pytest.mark.parametrize("balance", ["auto", [2, 6]], ids=str)
+def test_workers_are_chosen_by_the_measured_processor_time(workload, monkeypatch, share, workers, balance):
+    monkeypatch.setattr(profiling, "STEPS", 1)
+    monkeypatch.setattr(profiling, "_why_threads", lambda *_: None)
+    clock = iter([0.0, 7.0])
+    monkeypatch.setattr(profiling, "process_time", lambda: next(clock))
+    measured = profiling._MeasuredPipeline.step
+    monkeypatch.setattr(profiling._MeasuredPipeline, "step", lambda *a: MeasuredStep(7.0 / share, measured(*a).record))
+    options = {"microbatches": 4, "loss_fn": mse, "sample": (workload.x, workload.target), "balance": balance}
+    arguments = PipelineArguments(
+        model=workload.model(), devices=DEVICES, workers="auto", transport="connection", checkpoint="never", **options
+    )
+    chosen, why = profiling.resolve_workers(arguments)
+    assert (chosen.workers, chosen.has_workers) == (workers, workers == "processes")
+    assert chosen.transport == ("connection" if workers == "processes" else "shared_memory")
+    assert f"{share:.0%} busy" in why
+    # On each device 4 F and 4 B, and a copy each way.
+    assert "24 tasks" in why
+
+
+@pytest.mark.parametrize("workers", ["auto", "processes"])
+async def test_the_steps_notes_say_why(workload, monkeypatch, workers):
+    why = "operators on CPUs run without the interpreter's lock"
+    if workers == "processes":
+        monkeypatch.setattr(asyncpipe.pipeline.pipeline, "resolve_workers", lambda arguments: (arguments, why))
+    records = []
+    observer = SimpleNamespace(step_completed=records.append)
+    options = {"microbatches": 2, "loss_fn": mse, "optimizer": torch.optim.SGD, "observers": [observer]}
+    async with Pipeline(workload.model(), DEVICES, workers=workers, **options) as pipe:
+        await (await pipe.step(workload.x, workload.target)).completed()
+    assert [record.notes.why_workers for record in records] == [why]
+
+
+def test_a_pool_cannot_choose_its_workers():
+    with pytest.raises(OptionError, match="give it to Pipeline"):
+        asyncpipe.DevicePool(workers="auto")
 
 
 async def test_a_balance_is_chosen_for_a_schedule(workload):

@@ -12,5 +12,6 @@ May import the rest of the core. Read in this order:
 - ``layer_profile.py``: measured costs of layers, and from them the costs of every split into stages;
 - ``profile_from_journals.py``: those layer costs, computed from the journals of measured steps;
 - ``placement.py``: the order of hosts, and layers by the speed of devices;
+- ``threads_or_processes.py``: where devices run, by how busy the interpreter's lock would be;
 - ``planner.py``: simulates schedules, balances, micro-batches and recomputation modes, and ranks them.
 """

@@ -52,6 +52,8 @@ class StepNotes:
     """The stages that drew random numbers; of an accelerator's own numbers, those of the first micro-batch count."""
     compilations: list[Compilation] = field(default_factory=list)
     """What was compiled meanwhile. It is no part of what tasks take: such a task begins when it has been compiled."""
+    why_workers: str = ""
+    """Why the devices are in threads or in processes, where ``workers="auto"`` chose."""
     taken: dict[Lane, Taken] = field(default_factory=dict)
     """By lane that other jobs used meanwhile: how long they had it, since some time before the step or in it."""
 

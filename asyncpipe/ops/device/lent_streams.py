@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, defaultdict
 from typing import Any
 from weakref import finalize
 
@@ -23,26 +22,28 @@ __all__ = ["lend", "lent_streams"]
 
 _logger = logging.getLogger(__name__)
 
-_unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
-_lent: Counter[torch.device] = Counter()
+# Lists, and no counter: threads lend at the same time, and the collector gives back on any of them.
+_made: dict[torch.device, list[Any]] = {}
+_unused: dict[torch.device, list[Any]] = {}
 _told: set[torch.device] = set()
 
 
 def lend(device: torch.device, borrower: object) -> Any:
     """A non-default stream that no other object has (while at most 32 are lent), until ``borrower`` is collected."""
+    unused = _unused.setdefault(device, [])
     try:
-        stream = _unused[device].pop()
+        stream = unused.pop()
     except IndexError:
         stream = torch.get_device_module(device).Stream(device)
-    _lent[device] += 1
-    finalize(borrower, _take_back, device, stream).atexit = False
-    queues = _hardware_queues()
-    if _lent[device] > queues and device not in _told:
+        _made.setdefault(device, []).append(stream)
+    finalize(borrower, unused.append, stream).atexit = False
+    lent, queues = lent_streams(device), _hardware_queues()
+    if lent > queues and device not in _told:
         _told.add(device)
         _logger.warning(
             "this process uses %d streams of %s, which has %d hardware queues: kernels on streams that share a queue "
             "wait for one another; set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process starts",
-            _lent[device],
+            lent,
             device,
             queues,
         )
@@ -51,12 +52,7 @@ def lend(device: torch.device, borrower: object) -> Any:
 
 def lent_streams(device: torch.device) -> int:
     """How many streams of ``device`` are lent now."""
-    return _lent[device]
-
-
-def _take_back(device: torch.device, stream: Any) -> None:
-    _unused[device].append(stream)
-    _lent[device] -= 1
+    return len(_made.get(device, ())) - len(_unused.get(device, ()))
 
 
 def _hardware_queues() -> int:

@@ -54,7 +54,8 @@ def needed_threads(held: Held, awaited: Mapping[int, Held]) -> set[int]:
     for each in waits:
         new = each.threads - needed
         needed |= new
-        waits += [awaited[thread] for thread in new if thread in awaited]
+        # Not looked up twice: a thread may end its wait meanwhile.
+        waits += [wait for thread in new if (wait := awaited.get(thread)) is not None]
     return needed
 
 

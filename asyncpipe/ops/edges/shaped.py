@@ -80,7 +80,7 @@ class ShapedArrivals:
 
     def under_way(self, sender: int) -> int:
         """How many messages of ``sender`` have come, and count as still on their way. From any thread, at once."""
-        due = sum(message.sender == sender for _, _, message in tuple(self._due))
+        due = sum(message.sender == sender for _, _, message in self._due.copy())
         return due + len(self._held.get(sender, ()))
 
     def advance(self, epoch: int) -> None:

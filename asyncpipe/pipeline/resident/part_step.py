@@ -186,7 +186,7 @@ class PartStep(PreparedStep):
 
     def _notes(self, notes: StepNotes) -> StepNotes:
         part, arrived = self.part, dict[int, float]()
-        for (task, dependency), at in tuple(self._came.items()):
+        for (task, dependency), at in list(self._came.items()):
             gate = part.arrivals[part.names.number(task), part.names.number(dependency)]
             number = part.graph.gates[gate]
             arrived[number] = max(at, arrived.get(number, at))

@@ -214,7 +214,7 @@ class Resident:
 
         On the thread that answers pings: nothing here may wait for another thread.
         """
-        parts = {step: step.report() for step in tuple(self.links.steps.values())}
+        parts = {step: step.report() for step in list(self.links.steps.values())}
         mine = next((report for step, report in parts.items() if step.number == number), None)
         sends, receives = self.links.reports(number, parts)
         moved = sum(each.sent for each in sends.values()) + sum(each.came for each in receives.values())

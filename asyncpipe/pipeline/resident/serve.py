@@ -91,7 +91,7 @@ class _ResidentStages:
     def _report(self, question: tuple[int, AskedFor]) -> WorkerReport:
         """What this worker is at in a step, and if that is asked, why. On the thread that answers pings."""
         number, asked = question
-        residents = {step: each for each in tuple(self._residents.values()) for step in tuple(each.links.steps)}
+        residents = {step: each for each in list(self._residents.values()) for step in list(each.links.steps)}
         running = () if self._pool is None else running_reports(self._pool.threads, residents, number)
         if (resident := residents.get(number)) is None:
             return WorkerReport(0, running, stacks=stacks())

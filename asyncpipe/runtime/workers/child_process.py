@@ -145,13 +145,13 @@ class _Forks:
     @contextmanager
     def held_up(self) -> Iterator[None]:
         """Within the block, other threads do not fork."""
-        if not self._is_hooked:
-            # When the first worker starts, and not at the import.
-            self._is_hooked = True
-            os.register_at_fork(
-                before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._forked
-            )
         with self._lock:
+            if not self._is_hooked:
+                # When the first worker starts, and not at the import; once, or a fork would wait for itself.
+                self._is_hooked = True
+                os.register_at_fork(
+                    before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._forked
+                )
             yield
 
     def let_go_of(self, pipes: Pipes) -> None:

@@ -78,7 +78,7 @@ class WorkerGroup:
     @property
     def workers(self) -> dict[str, WorkerConnection]:
         """The workers that are up, by name. From any thread."""
-        return {name: worker for name, worker in tuple(self._workers.items()) if not worker.ended.is_set()}
+        return {name: worker for name, worker in list(self._workers.items()) if not worker.ended.is_set()}
 
     async def __aenter__(self) -> WorkerGroup:
         self._portal = portal = Portal()

@@ -157,7 +157,7 @@ class Hosts:
         workers = self._pool.workers
         if workers is None:
             return {}
-        ages = {name: connection.silent_seconds for name, connection in tuple(workers.up.items())}
+        ages = {name: connection.silent_seconds for name, connection in list(workers.up.items())}
         return {name: age for name, age in ages.items() if isfinite(age)}
 
     def drained(self) -> dict[str, bool]:

@@ -21,8 +21,8 @@ def of_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(handles[device]))
     monkeypatch.setattr(streams, "clock_of", lambda device: None)  # It would wait for the device.
     # Private: the pool of unused streams belongs to the process, and other tests must not see these handles.
-    monkeypatch.setattr(lent_streams, "_unused", type(lent_streams._unused)(list))
-    monkeypatch.setattr(lent_streams, "_lent", type(lent_streams._lent)())
+    monkeypatch.setattr(lent_streams, "_unused", {})
+    monkeypatch.setattr(lent_streams, "_made", {})
     monkeypatch.setattr(lent_streams, "_told", set())
 
 
