@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api clean
+.PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api free-threaded clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -102,6 +102,10 @@ clients: .venv/installed
 
 api: .venv/installed
 	ASYNCPIPE_SCHEMATHESIS=$(EXAMPLES) $(CAMPAIGN) tests/service/http/test_schemathesis.py
+
+# Builds a free-threaded interpreter, and runs there what the suite has on threads; needs no .venv.
+free-threaded:
+	ROUNDS=$(or $(ROUNDS),20) tests/campaigns/free_threaded.sh
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

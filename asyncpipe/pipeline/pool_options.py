@@ -38,8 +38,9 @@ class PoolOptions:
 
     in_flight: int = 16
     """How many tasks may be issued to the device and not completed yet. A device with a program (an ordered schedule on
-    devices that no named jobs share) counts those of a step on all its lanes; otherwise each lane is counted by itself,
-    and where jobs with names share it, each job. The scheduler checks it."""
+    devices that no named jobs share) counts those of a step on all its lanes, and has fewer, at least 4, if those take
+    more than 20 ms; otherwise each lane is counted by itself, and where jobs with names share it, each job. The
+    scheduler checks it."""
     intra_op_threads: int = 1
     """torch's intra-op threads on the thread of each CPU device."""
     policy: MakePolicy | None = None

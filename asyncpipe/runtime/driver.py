@@ -52,15 +52,25 @@ from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.step_driver import StepDriver, Tenant
 from asyncpipe.runtime.watchdog import Suspect
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "tasks_ahead"]
 
 _logger = logging.getLogger(__name__)
 
 _FROM_OUTSIDE = (GateOpened, StepCancelled)
 """Events that may come after the end of their step."""
 
+AHEAD_SECONDS = 0.02
+"""So far the host runs ahead of a device, and at least ``LEAST_AHEAD`` tasks: four times what a thread may keep the
+interpreter. What another stream has read is free again when the device has got there: each task ahead takes memory."""
+LEAST_AHEAD = 4
+
 FULL_INBOX = 64
 """So many events wake the loop, even if none of them has to be handled at once."""
+
+
+def tasks_ahead(most: int, tasks: int, seconds: float) -> int:
+    """How many tasks a device may have, at ``most``, if its ``tasks`` of a step take ``seconds`` (0: not known yet)."""
+    return min(most, max(LEAST_AHEAD, round(AHEAD_SECONDS * tasks / seconds))) if seconds else most
 
 
 class Driver(StepDriver[Execution]):
@@ -456,7 +466,9 @@ class Driver(StepDriver[Execution]):
         if graph not in self._programs:
             self._programs[graph] = programs(graph)
         before = None if execution.follows is None else self._under_way.get(execution.follows)
-        execution.start_programs(self._programs[graph], self._in_flight, [] if before is None else before.runs)
+        longest = max(len(program.tasks) for program in self._programs[graph].programs)
+        in_flight = tasks_ahead(self._in_flight, longest, self._seconds.get(graph, 0.0))
+        execution.start_programs(self._programs[graph], in_flight, [] if before is None else before.runs)
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
         observers = execution.tenant.observers

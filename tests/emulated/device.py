@@ -10,6 +10,8 @@ over before its next one starts; events carry such knowledge from stream to stre
 What an asynchronous copy brings to the host is NaN until the host has waited for an event behind it. ``hold`` keeps a
 kernel from ending, and with it whoever waits for it; after ``spoil`` every call fails, as after an error on a GPU.
 Memory is counted by logical device, which is that of the thread that allocates, and may have a limit (``limit``).
+Kernels take no time, or as long as ``cost`` says: then the host runs ahead, and memory that ``record_stream`` has told
+of other streams counts until a later allocation finds these done, as in torch's allocator for CUDA.
 
 Importing this module changes the process for good, so tests run in one of their own
 (``tests/pipeline/test_on_emulated_accelerator.py``).
@@ -48,7 +50,8 @@ class Spoiled(RuntimeError):
 
 _lock = threading.RLock()
 _thread = threading.local()
-_state = SimpleNamespace(host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None, limit=None)
+_healthy = {"offset": 0.0, "drift": 0.0, "engine": None, "limit": None, "cost": 0.0, "spoiled": False}
+_state = SimpleNamespace(host={}, landing=[], held={}, freed=[], **_healthy)
 allocated, peak = Counter(), Counter()
 """Bytes by logical device (``"emu:0#1"``): now, and the most since ``reset`` or ``forget_peak``."""
 history: list[tuple[float, str, int]] = []
@@ -64,15 +67,21 @@ def reset() -> None:
     with _lock:
         for gate in _state.held.values():
             gate.set()
-        _state.__dict__.update(
-            host={}, landing=[], spoiled=False, held={}, offset=0.0, drift=0.0, engine=None, limit=None
-        )
+        for _, owner, size in _state.freed:
+            _account(owner, -size)
+        _state.__dict__.update(host={}, landing=[], held={}, freed=[], **_healthy)
         synchronized.clear()
         forget_peak()
         views.clear()
         for each in list(_all_streams):
             _join(_state.host, each.clock)
             each.freed.clear()
+            each.ends = 0.0
+
+
+def cost(seconds) -> None:
+    """From now on each kernel takes so long, on its stream."""
+    _state.cost = seconds
 
 
 def spoil() -> None:
@@ -93,6 +102,13 @@ def forget_peak() -> None:
 
 def _account(owner, size) -> None:
     """Allocate ``size`` bytes on a logical device, or give them back."""
+    if size > 0:
+        now, freed, _state.freed = time.perf_counter(), _state.freed, []
+        for each in freed:
+            if each[0] > now:
+                _state.freed.append(each)
+            else:
+                _account(each[1], -each[2])
     if size > 0 and _state.limit is not None and allocated[owner] + size > _state.limit:
         raise torch.OutOfMemoryError(f"{owner} has {allocated[owner]} bytes in use of {_state.limit}; wanted {size}")
     allocated[owner] += size
@@ -122,6 +138,8 @@ class Stream:
         Stream.made += 1
         self.number = Stream.made
         self.clock, self.freed, self.waited = {}, [], []
+        self.ends = 0.0
+        """When its last kernel ends, and what it waits for."""
         _all_streams.add(self)
 
     def __repr__(self):
@@ -132,6 +150,7 @@ class Stream:
         with _lock:
             self.waited.append(event)
             _join(self.clock, event.clock)
+            self.ends = max(self.ends, event.ends)
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
@@ -146,6 +165,8 @@ class Stream:
         with _lock:
             _join(self.clock, _state.host)
             self.clock[self] = self.clock.get(self, 0) + 1
+            if _state.cost:
+                self.ends = max(self.ends, time.perf_counter()) + _state.cost
             return self.clock[self]
 
     def synchronize(self):
@@ -156,7 +177,7 @@ class Event:
     """A place in a stream."""
 
     def __init__(self, enable_timing=False, blocking=False, **_):
-        self.clock, self.time, self.recorded_by = {}, 0.0, None
+        self.clock, self.time, self.ends, self.recorded_by = {}, 0.0, 0.0, None
 
     def record(self, stream=None):
         check_health()
@@ -165,14 +186,15 @@ class Event:
             _join(stream.clock, _state.host)
             self.clock, self.recorded_by = dict(stream.clock), threading.current_thread().name
             self.stream = stream
-            self.time = device_time()
+            self.ends = stream.ends
+            self.time = device_time(max(self.ends, time.perf_counter()))
 
     def gates(self):
         return [gate for (stream, count), gate in list(_state.held.items()) if self.clock.get(stream, 0) >= count]
 
     def query(self):
         check_health()
-        if is_over := all(gate.is_set() for gate in self.gates()):
+        if is_over := all(gate.is_set() for gate in self.gates()) and self.ends <= time.perf_counter():
             self._tell_host()
         return is_over
 
@@ -181,6 +203,7 @@ class Event:
         synchronized[threading.current_thread().name] += 1
         for gate in self.gates():
             assert gate.wait(30), "the host waits for a kernel that does not end"
+        time.sleep(max(0.0, self.ends - time.perf_counter()))
         check_health()
         self._tell_host()
 
@@ -200,9 +223,9 @@ class Event:
         return (end.time - self.time) * 1e3
 
 
-def device_time():
-    """Seconds of the device's clock, which has an origin and a pace of its own."""
-    return time.perf_counter() * (1 + _state.drift) + _state.offset
+def device_time(at=None):
+    """Seconds of the device's clock, which has an origin and a pace of its own; now, or at a time of the host's."""
+    return (time.perf_counter() if at is None else at) * (1 + _state.drift) + _state.offset
 
 
 _defaults: list[Stream] = []
@@ -289,7 +312,11 @@ class _Memory:
         (self.writes if write else self.reads)[stream, *span] = number
 
     def free(self):
-        _account(self.owner, -self.size)
+        ends = max((stream.ends for stream in self.recorded if stream is not self.stream), default=0.0)
+        if _state.cost and ends > time.perf_counter():
+            _state.freed.append((ends, self.owner, self.size))
+        else:
+            _account(self.owner, -self.size)
         used = {}
         for (stream, *_), count in (*self.reads.items(), *self.writes.items()):
             _join(used, {stream: count})

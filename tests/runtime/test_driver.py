@@ -17,7 +17,7 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import InvalidTransition, PipelineClosedError, TaskError
-from asyncpipe.runtime.driver import Driver
+from asyncpipe.runtime.driver import Driver, tasks_ahead
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.thread_executor import ThreadExecutor
 
@@ -64,6 +64,14 @@ async def test_the_in_flight_cap_holds_back_an_asynchronous_device(driver):
         if number + 4 <= 8:
             await asyncio.to_thread(issued.wait_for, number + 4)
     await (await step).completed()
+
+
+@pytest.mark.parametrize(
+    ("most", "tasks", "seconds", "ahead"),
+    [(16, 64, 0.0, 16), (16, 64, 0.02, 16), (16, 64, 0.128, 10), (16, 64, 0.4, 4), (16, 64, 40.0, 4), (2, 64, 40.0, 2)],
+)
+def test_the_host_runs_twenty_milliseconds_ahead_and_four_tasks(most, tasks, seconds, ahead):
+    assert tasks_ahead(most, tasks, seconds) == ahead
 
 
 async def test_a_device_begins_the_next_step_while_another_ends_the_one_before(driver):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 
-__all__ = ["Threads", "join_all", "run_all", "threads_of_asyncpipe"]
+import pytest
+
+__all__ = ["HOLDS_THE_LOCK", "Threads", "join_all", "run_all", "threads_of_asyncpipe"]
 
 SECONDS = 30.0
+
+HOLDS_THE_LOCK = pytest.mark.skipif(
+    not getattr(sys, "_is_gil_enabled", lambda: True)(),
+    reason="this interpreter has no lock: a task that would hold it freezes no other thread",
+)
+"""For tests in which a thread holds the interpreter's lock."""
 
 
 class Threads:

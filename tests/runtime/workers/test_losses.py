@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from thread_helpers import HOLDS_THE_LOCK
 from worker_helpers import SECONDS, Recorded, is_alive, is_there, until
 
 from asyncpipe.errors import WorkerLostError, WorkerStartError
@@ -88,7 +89,7 @@ async def test_what_a_workers_child_holds_open_does_not_delay_its_loss():
             os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("deed", [("signal", signal.SIGSTOP), ("hold_gil",)])
+@pytest.mark.parametrize("deed", [("signal", signal.SIGSTOP), pytest.param(("hold_gil",), marks=HOLDS_THE_LOCK)])
 async def test_a_worker_that_is_frozen_is_lost(deed):
     recorded = Recorded(limits=WorkerLimits(ping=0.02, silent=0.7))
     async with recorded.group as group:
