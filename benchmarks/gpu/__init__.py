@@ -61,8 +61,8 @@ ORDER = """
     inputs_beside_compute edges_on_one_gpu edges_of_two_gpus other_gpu tiny_tasks many_parameters memory_in_flight
     memory_by_plan journal_clocks counted_loss cpu_stage_inputs cpu_normalizer replayed_draws
     draws_beside_checkpoint dropin_streams dropin_warnings sticky_error hung_kernel stage_graphs callers_graphs
-    cuda_tests gpt2_small threads_or_processes compile_seconds copy_overlap memory_growth two_jobs compiled_stages
-    unet_small unet_throughput unet_parameters
+    cuda_tests gpt2_small threads_or_processes auto_workers compile_seconds copy_overlap memory_growth two_jobs
+    compiled_stages unet_small unet_throughput unet_parameters
 """.split()
 """Cheap and decisive first."""
 MINUTES = 9.0

@@ -81,6 +81,10 @@ def host_bound_step(machine: Machine) -> Outcome:
     return Outcome([seen("plain loop", plain * 1e3, "ms"), at_most("step over plain loop", seconds / plain, 1.2, "×")])
 
 
+def _step(pipe: SyncPipeline, x: Tensor) -> None:
+    pipe.step(x, return_outputs=False).wait()
+
+
 def _host_medians(pipe: SyncPipeline, x: Tensor, steps: int = 5) -> dict[TaskKind, float]:
     """Median seconds of the host by kind of task."""
     found: dict[TaskKind, list[float]] = {}
@@ -293,3 +297,32 @@ def threads_or_processes(machine: Machine) -> Outcome:
         ],
         f"the interpreter {'has its lock' if getattr(sys, '_is_gil_enabled', lambda: True)() else 'has no lock'}",
     )
+
+
+@check(
+    'Is what workers="auto" chooses on two GPUs the faster of threads and processes?',
+    12,
+    limit=120,
+    gpus=2,
+    needs_gpu="on CPUs it is threads",
+)
+def auto_workers(machine: Machine) -> Outcome:
+    """Short kernels, which keep the lock busy, and long ones. It chooses processes from 60 % of the time on."""
+    figures, told = [], []
+    sgd: Callable[..., Any] = partial(torch.optim.SGD, lr=1e-4)
+    for name, width, rows in (("short kernels", 64, 8), ("long kernels", 2048, 4096)):
+        x, seconds = torch.randn(16 * rows, width), {}
+        for workers in ("threads", "processes", "auto"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(tanh_layers(width, 8) for _ in range(2)))
+            options: dict[str, Any] = {"microbatches": 16, "balance": [1, 1], "optimizer": sgd, "workers": workers}
+            if workers == "auto":
+                options["sample"] = (x,)
+            with piped(model, ["cuda:0", "cuda:1"], **options) as pipe:
+                seconds[workers] = machine.median_seconds(partial(_step, pipe, x), 10)
+                if workers == "auto":
+                    told.append(f"{name}: {pipe.step(x).wait().record.notes.why_workers}")
+        figures.append(seen(f"{name}: threads over processes", seconds["threads"] / seconds["processes"], "×"))
+        best = min(seconds["threads"], seconds["processes"])
+        figures.append(at_most(f"{name}: auto over the faster one", seconds["auto"] / best, 1.15, "×"))
+    return Outcome(figures, "; ".join(told))
