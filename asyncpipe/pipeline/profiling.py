@@ -336,6 +336,7 @@ class Measuring:
                     fine,
                     self._coarse_steps[number],
                     [each.saved for each in self._sizes[number]],
+                    [each.working for each in self._sizes[number]],
                     instant=instant,
                     sent=travelling(self._sizes[number]),
                     added=self._added,

@@ -13,13 +13,19 @@ from torch import nn
 
 import asyncpipe
 from asyncpipe import Pipeline, Share, known_schedules
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.layer_profile import message_sizes
+from asyncpipe.core.predict.memory import peak_memory
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep
+from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
+from asyncpipe.core.schedules.protocol import Shape
+from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import BalanceError, MicrobatchError, OptionError, PlanError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline import profiling
 from asyncpipe.pipeline.options import PipelineArguments
+from benchmarks.byte_counters import ByteMeter, CountedExecutor
 
 mse = nn.functional.mse_loss
 DEVICES = ["cpu:0", "cpu:1"]
@@ -303,3 +309,49 @@ def test_what_a_balance_of_a_traced_model_cannot_be(workload, traced):
 def test_what_cannot_be_chosen(workload, options, error, told):
     with pytest.raises(error, match=told):
         pipeline(workload, workload.model(), **options)
+
+
+class Shifts(nn.Module):
+    """A causal loss as Llama has it in transformers: logits in float32, those of the last token left out."""
+
+    def forward(self, logits, target):
+        logits = logits.float()[:, :-1].contiguous()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+
+
+class CountsTokens(nn.Module):
+    """A causal loss as of GPT-2 here: the targets are the next tokens already."""
+
+    def forward(self, logits, target):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("norm", "vocabulary", "tokens", "loss"),
+    [(nn.RMSNorm, 4000, 64, Shifts()), (nn.LayerNorm, 5000, 8, CountsTokens())],
+    ids=["llama", "gpt2"],
+)
+def test_a_head_needs_the_memory_that_is_predicted(monkeypatch, norm, vocabulary, tokens, loss, schedule):
+    """What the loss makes of the logits, and their gradient; with few tokens, the gradient of the head's weight."""
+    monkeypatch.setattr(profiling, "STEPS", 1)
+    width, pieces = 32, 4
+    block = nn.Sequential(norm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    head = nn.Sequential(norm(width), nn.Linear(width, vocabulary, bias=False))
+    model = nn.Sequential(nn.Embedding(vocabulary, width), block, head)
+    batch = torch.randint(vocabulary, (2, 2 * pieces, tokens))
+    profile = profiling.measure(model, DEVICES, profiling.SampleBatch(*batch, loss), [pieces], steps=1)
+    graph = lower(find_schedule(schedule), Shape(2, pieces, 2), wiring=profile.wiring([2, 1]))
+    predicted = peak_memory(simulate(graph, profile.costs([2, 1], pieces)), profile.memory([2, 1], pieces))
+    meters = {}
+
+    def executor(device):
+        meters[device] = ByteMeter()
+        meters[device].ignore(model.parameters())
+        return CountedExecutor(device, meters[device])
+
+    options = {"schedule": schedule, "balance": [2, 1], "checkpoint": "never", "loss_fn": loss}
+    with Pipeline(model, DEVICES, microbatches=pieces, executors=executor, **options).sync() as run:
+        run.step(*batch, return_outputs=False)
+    weights = sum(parameter.nbytes for parameter in head.parameters())
+    assert meters["cpu:1"].peak == pytest.approx(predicted[1] - weights, rel=0.15)

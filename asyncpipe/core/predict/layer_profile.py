@@ -91,6 +91,8 @@ class LayerCosts:
     weight_gradient: Seconds
     saved: Bytes
     """Bytes that its forward saves for its backward, without its input; with its output, if that is saved."""
+    working: Bytes = 0
+    """Bytes that a forward or backward needs at most besides, while it runs; of the last layer, with the loss."""
 
     def seconds(self, kind: TaskKind, checkpoint: CheckpointMode) -> float:
         """Its share of a task of ``kind``. With ``except_last``, the last micro-batch counts like the others."""
@@ -275,6 +277,7 @@ class Profile:
             saved=[saved for saved, _ in kept],
             inputs=[inputs for _, inputs in kept],
             fixed=[round(each) for each in fixed],
+            working=[max(layer.working for layer in measured.layers[start:end]) for start, end in borders],
         )
 
     def wiring(self, balance: Sequence[int], placement: Sequence[int] | None = None) -> Wiring:

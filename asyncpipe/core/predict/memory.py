@@ -9,10 +9,12 @@ The bytes that a micro-batch holds at a stage during the step::
 
 This is the fold of the peaks in ``core/predict/report.py``, weighted with bytes; it works for simulated and real steps.
 
-The prediction is a little low, because it does not count: memory that tasks need only while they run (workspace,
-intermediate gradients), copied values and gradients that wait for their task, the batch, its outputs and losses,
-replicas of tied parameters, and fragmentation. It is a little high, because everything that a forward kept counts
-until W, although I already frees a part of it.
+While a task runs, it also holds what its stage needs only then (``working``): intermediate values and gradients, and
+for the last stage logits, their gradient, and what the loss makes of them.
+
+The prediction is a little low, because it does not count: the workspace of kernels, copied values and gradients that
+wait for their task, the batch, its outputs and losses, and fragmentation. It is a little high, because everything that
+a forward kept counts until W, although I already frees a part of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncpipe.core.engine.events import StepSubmitted, TaskCompleted
-from asyncpipe.core.kinds import RELEASING_KINDS, TaskKind
+from asyncpipe.core.kinds import COMPUTE_KINDS, RELEASING_KINDS, TaskKind
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
 
@@ -43,9 +45,12 @@ class StageMemory:
     """The input of one micro-batch; if the micro-batch is recomputed, only this is kept until R."""
     fixed: Sequence[int]
     """Parameters, their gradients and the optimizer's state, held during the whole step."""
+    working: Sequence[int] = ()
+    """What a forward or backward needs at most besides, while it runs; nothing if left out."""
 
     def __post_init__(self) -> None:
-        for name in ("saved", "inputs", "fixed"):
+        object.__setattr__(self, "working", self.working or [0] * len(self.saved))
+        for name in ("saved", "inputs", "fixed", "working"):
             row = tuple(getattr(self, name))
             if len(row) != len(self.saved):
                 raise OptionError(f"{name} must have a number for each of {len(self.saved)} stages, got {list(row)}")
@@ -94,6 +99,9 @@ def _changes(record: StepRecord, memory: StageMemory) -> list[tuple[float, int, 
             continue
         _, kind, microbatch, stage, *_ = graph.tasks[event.task]
         saved, inputs = memory.saved[stage % stages], memory.inputs[stage % stages]
+        if kind in COMPUTE_KINDS and (working := memory.working[stage % stages]):
+            changes.append((event.started, graph.placement[stage], working))
+            changes.append((event.ended, graph.placement[stage], -working))
         kept = inputs if (microbatch, stage) in recomputed else saved
         for key in frees.get(event.task, ()):
             freed[key] = min(event.started, freed.get(key, event.started))

@@ -85,6 +85,7 @@ def combine(
     fine: StepsByVariant,
     coarse: StepsByVariant,
     saved: Sequence[int],
+    working: Sequence[int],
     *,
     instant: bool,
     sent: Sequence[SentTensor],
@@ -93,7 +94,7 @@ def combine(
 ) -> Measurement:
     """The costs that follow from fine and coarse steps.
 
-    ``saved`` are the bytes of each layer (``LayerCosts.saved``). ``instant`` says that tensors are passed
+    ``saved`` and ``working`` are the bytes of each layer (``LayerCosts``). ``instant`` says that tensors are passed
     between devices without a copy. Steps of the variant ``kept`` are required. Without steps of ``recomputed``, a
     recomputation costs a forward; without steps of ``split``, I and W cost half a backward each. ``sent`` is what
     travels, ``added`` how many bytes of tied parameters' gradients a coarse step adds to others, and ``updated`` how
@@ -119,7 +120,7 @@ def combine(
     columns = [[stretch * each for each in row] for row in (forward, light, again, backward, inputs, weights)]
     kinds = zip((_F, _R, _B, _I, _W), (o_forward, o_again, o_backward, o_half, o_half), strict=True)
     return Measurement(
-        layers=tuple(map(LayerCosts, *columns, saved)),
+        layers=tuple(map(LayerCosts, *columns, saved, working)),
         overhead={kind.value: stretch * (overhead + gap) for kind, overhead in kinds},
         step=max(0.0, median(step.seconds - report(step.record).seconds for step in coarse[StepVariant.KEPT])),
         latency=stretch * max(0.0, handoff - gap - copying),

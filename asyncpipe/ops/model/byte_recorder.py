@@ -7,24 +7,31 @@ the thread that runs it. Each storage counts once; those of parameters and buffe
 
 ``travelling`` says which tensors go from layer to layer: those that one sends are, one by one, those that the other
 receives, even where they were copied to another device in between; and which of them a layer saves.
+
+What a task needs only while it runs is seen in a forward and a backward of their own, on copies of what the stage
+receives, right before its forward; and in those of the loss, right before it: ``working``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from asyncpipe.core.predict.layer_profile import SentTensor, TiedTensor
+from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import CALLER, Stage
 from asyncpipe.ops.model.tensor_uses import tensor_uses
+from asyncpipe.ops.torch_internals import TorchDispatchMode, tree_leaves
 
-__all__ = ["ByteRecorder", "LayerBytes", "parameter_bytes", "tied_parameters", "travelling"]
+__all__ = ["ByteRecorder", "LayerBytes", "LiveBytes", "parameter_bytes", "tied_parameters", "travelling"]
 
 
 class TensorBytes(NamedTuple):
@@ -44,6 +51,7 @@ class LayerBytes:
     inner: bool
     """Whether its input gets a gradient."""
     saved: int
+    working: int
     received: Mapping[int, Sequence[TensorBytes]]
     """By source, in the order in which it sends them."""
     sent: Mapping[int, Sequence[TensorBytes]]
@@ -83,10 +91,66 @@ class ByteRecorder:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             call = next(reversed(self._calls.values()), None)
-            with nullcontext() if call is None else call.loss(args, kwargs):
-                return loss_fn(*args, **kwargs)
+            if call is not None:
+                with call.loss(loss_fn, args, kwargs):
+                    return loss_fn(*args, **kwargs)
+            return loss_fn(*args, **kwargs)
 
         return counted
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory that operators make inside, until it is freed; on this thread, and in backwards begun here."""
+
+    def __init__(self, others: Iterable[Tensor] = ()) -> None:
+        """``others`` are not counted."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._storages = {id(each.untyped_storage()) for each in _plain(others)}
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Count what is there already."""
+        for tensor in _plain(tensors):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._storages:
+                self._storages.add(id(storage))
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                # The Python object of a storage is kept as long as the storage.
+                weakref.finalize(storage, self._free, id(storage), storage.nbytes()).atexit = False
+
+    def _free(self, storage: int, size: int) -> None:
+        self._storages.discard(storage)
+        self.live -= size
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.note(tree_leaves(made))
+        return made
+
+
+def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
+    return (each for each in values if isinstance(each, Tensor) and each.layout is torch.strided)
+
+
+def _working(call: Callable[..., Any], parameters: Iterable[Tensor], *args: Any) -> tuple[int, int, int]:
+    """The bytes that forward and backward of ``call`` need at most, beyond those that the forward leaves; and these."""
+    packet = Packet(args)
+    copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in packet.tensors]
+    trained = [each for each in parameters if each.requires_grad]
+    with torch.enable_grad(), ExitStack() as stack:
+        for each in trained:
+            # A gradient is added to those of other micro-batches, and freed.
+            hook = each.register_hook(lambda g: g if g.is_sparse else g.new_zeros(()).expand_as(g))  # type: ignore[no-untyped-call]
+            stack.callback(hook.remove)
+        # As clones, which a layer may overwrite.
+        given = packet.rebuild([each.clone() for each in copies])
+        memory = stack.enter_context(LiveBytes([*tensors_of(given), *trained]))
+        sent = [each for each in tensors_of(call(*given)) if each.requires_grad]
+        forward, left, memory.peak = memory.peak, memory.live, memory.live
+        if sent and (ends := [*(each for each in copies if each.requires_grad), *trained]):
+            torch.autograd.grad(sent, ends, [torch.ones_like(each) for each in sent], allow_unused=True)
+    return forward - left, memory.peak - left, left
 
 
 class _StageRecording:
@@ -100,9 +164,13 @@ class _StageRecording:
         """Sizes of saved storages by address. The graph keeps them alive, so no address is used twice."""
         self._hooks: saved_tensors_hooks | None = None
         self._counts_loss = True
+        self._working: int | None = None
 
-    def begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.bytes is None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.bytes is None and self._working is None:
+            self._working = 0
+            # Before the forward, which saves buffers as they are then.
+            self._working = max(_working(module, module.parameters(), *args)[:2])
             self._hooks = saved_tensors_hooks(self._keep, lambda kept: kept)
             self._hooks.__enter__()
 
@@ -116,18 +184,23 @@ class _StageRecording:
         self.bytes = LayerBytes(
             inner=any(tensor.requires_grad for tensor in tensors_of(args)),
             saved=sum(self._saved[address] for address in own),
+            working=self._working or 0,
             received={source: _each(value, self._saved.keys()) for source, value in args[0].items()},
             sent={user: _each(value, own) for user, value in (sent or {}).items()},
         )
 
     @contextmanager
-    def loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def loss(self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Count what autograd saves inside, except targets and what the stage has saved already."""
         if not self._counts_loss or self.bytes is None:
             yield
             return
         self._counts_loss = False
-        targets = args[1:]
+        output, *targets = args
+        forward, backward, left = _working(lambda output: loss_fn(output, *targets, **kwargs), (), output)
+        # What the stage returns is there in the loss's forward. What the loss leaves is not in the stage's backward.
+        forward += sum(each.nbytes for each in tensors_of(output))
+        self.bytes.working = max(self.bytes.working - left, forward, backward)
         before = self._saved.keys() | _addresses([targets, kwargs])
         with saved_tensors_hooks(self._keep, lambda kept: kept):
             yield

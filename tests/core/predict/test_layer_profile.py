@@ -238,7 +238,7 @@ def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, over
 
     coarse_balance = [len(times) - 2, 2]
     fine, coarse = steps_of(costs([1] * len(times)), len(times)), steps_of(costs(coarse_balance), 2)
-    found = combine(fine, coarse, saved, instant=True, sent=())
+    found = combine(fine, coarse, saved, saved, instant=True, sent=())
     layers = tuple(ProfiledLayer(str(k), 0, 0) for k in range(len(times)))
     profile = Profile(layers, (), {5: found})
     for balance in (coarse_balance, [1] * len(times), [2, len(times) - 2]):
@@ -266,7 +266,7 @@ def test_what_replicas_and_updates_cost_is_found_again_in_their_steps():
     kept = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), found)
     steps = {name: [MeasuredStep(9.0, each)] for name, each in zip(("kept", "updated"), (kept, single), strict=True)}
     variants = {StepVariant(name): each for name, each in steps.items()}
-    measured = combine(variants, variants, [0, 0], instant=True, sent=(), updated=44)
+    measured = combine(variants, variants, [0, 0], [0, 0], instant=True, sent=(), updated=44)
     assert measured.updating == pytest.approx(44 / 11)
     layers = tuple(ProfiledLayer(str(k), 8 * k, 8 * k) for k in range(2))
     profile = Profile(layers, ((0, 1),), {3: replace(measured, reducing=2.0)})
@@ -280,6 +280,6 @@ def test_bandwidth_follows_from_copies_between_devices_that_copy():
     seconds = {TaskKind.FORWARD: [1.0, 1.0], TaskKind.BACKWARD: [1.0, 1.0]}
     record = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2)), StageCosts(seconds, [64], bandwidth=128.0))
     steps = {StepVariant.KEPT: [MeasuredStep(report(record).seconds, record)]}
-    found = combine(steps, steps, [0, 0], instant=False, sent=chain(0, 64, 64))
+    found = combine(steps, steps, [0, 0], [0, 0], instant=False, sent=chain(0, 64, 64))
     assert found.bandwidth == pytest.approx(128.0)
     assert found.latency == pytest.approx(0.0, abs=1e-9)

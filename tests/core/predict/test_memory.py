@@ -37,6 +37,14 @@ def test_a_recomputed_micro_batch_keeps_its_input_until_it_is_recomputed() -> No
     assert peak_memory(step("gpipe", Shape(1, 3, 1), CheckpointMode.ALWAYS), memory) == [1000 + 100 + 2 * 7]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "peaks"), [("1f1b", [1_000 + 20 + 7, 2_000 + 1000 + 70]), ("gpipe", [1047, 6070])]
+)
+def test_while_a_task_runs_its_stage_needs_more(schedule: str, peaks: list[int]) -> None:
+    memory = StageMemory(saved=[10, 1000], inputs=[3, 5], fixed=[1000, 2000], working=[7, 70])
+    assert peak_memory(step(schedule, Shape(2, 4, 2)), memory) == peaks
+
+
 def test_each_replica_holds_the_same() -> None:
     graph = lower(find_schedule("1f1b"), Shape(4, 8, 4), wiring=Wiring.chain(2).in_rows(2, [1, 1]))
     memory = StageMemory(saved=[10, 1000], inputs=[3, 5], fixed=[100_000, 200_000])
