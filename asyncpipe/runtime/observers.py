@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Thread
-from typing import TypeVar
 
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import FailureCounter, Observer, StepRecord
@@ -30,8 +29,6 @@ from asyncpipe.core.records.worker_notes import WorkerChange, WorkerWatcher
 __all__ = ["Observers"]
 
 _logger = logging.getLogger(__name__)
-
-_Told = TypeVar("_Told")
 
 SLOW = 0.1
 """Seconds on the loop after which an observer gets a thread of its own."""
@@ -73,7 +70,7 @@ class Observers:
         """Tell the observers that watch workers."""
         for observer in tuple(self.shown):
             if isinstance(observer, WorkerWatcher):
-                self.call(observer, observer.worker_changed, change)
+                self.call(observer, "worker_changed", change)
 
     def close(self) -> None:
         """Let the threads end after the records that are queued. May be called again."""
@@ -87,17 +84,17 @@ class Observers:
 
     def _show_here(self, observer: Observer, record: StepRecord) -> None:
         before = time.perf_counter()
-        works = self.call(observer, observer.step_completed, record)
+        works = self.call(observer, "step_completed", record)
         seconds = time.perf_counter() - before
         if works and seconds > SLOW:
             _logger.warning("observer %r held up the loop for %.3g s; from now on it has a thread", observer, seconds)
             self._count("slow")
             self._threads[id(observer)] = _ObserverThread(observer, self)
 
-    def call(self, observer: Observer, method: Callable[[_Told], object], told: _Told) -> bool:
-        """Whether ``method`` of ``observer`` did not raise, which removes it. From any thread."""
+    def call(self, observer: Observer, method: str, told: object) -> bool:
+        """Whether ``observer`` has the method and that did not raise; else it is removed. From any thread."""
         try:
-            method(told)
+            getattr(observer, method)(told)
         except Exception:
             _logger.exception("observer %r failed and is removed", observer)
             # By identity, because an observer may compare equal to others.
@@ -150,7 +147,7 @@ class _ObserverThread:
 def _serve(queue: SimpleQueue[StepRecord | None], observer: Observer, owner: Observers) -> None:
     """The function of a slow observer's thread. Not a method: it must not keep an ``_ObserverThread`` alive."""
     while (record := queue.get()) is not None:
-        if not owner.call(observer, observer.step_completed, record):
+        if not owner.call(observer, "step_completed", record):
             return
         # An idle thread must not keep the last step alive.
         del record

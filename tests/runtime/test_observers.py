@@ -108,6 +108,15 @@ def test_one_that_raises_is_logged_and_removed_and_the_others_go_on(
     assert line.exc_info is not None
 
 
+def test_one_without_the_method_is_logged_and_removed(
+    opened: Callable[..., Observers], caplog: pytest.LogCaptureFixture
+) -> None:
+    observers = opened(object(), last := Counter())  # type: ignore[arg-type]
+    observers.show(record(0))
+    assert (observers.shown, last.steps, last.troubles) == ([last], [0], ["raised"])
+    assert "failed and is removed" in caplog.text
+
+
 def test_one_that_is_slow_once_gets_a_thread(
     opened: Callable[..., Observers], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
