@@ -3,7 +3,9 @@
 Both update each stage in the step. They take turns on one pipeline, each with all steps of a case at a time. From the
 records of a turn come the step's time, each device's idle share from the first task of the turn to its last, and the
 *border*: how long a device is idle between its last task of a step and its first of the next. In 1F1B the last device
-has to wait there in any case, for the first one to end its step, update its stage and begin the next step.
+has to wait there in any case, for the first one to end its step, update its stage and begin the next step: its bubble
+is a chain of tasks that wait for each other, which overlapping steps cannot shorten. In ZB-H2 the first device ends its
+step early, and the bubble is at the border alone.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -46,16 +49,17 @@ class ManySteps:
     """Of ``Pipeline``."""
 
 
-def _fine() -> ManySteps:
-    case = CASES["fine"]
+def _plain(name: str, schedule: str) -> ManySteps:
+    case = CASES[name]
     return ManySteps(
-        f"{case.about}, SGD",
+        f"{case.about}, {schedule}, SGD",
         case.stages,
         case.model,
         lambda count: [case.batch()] * count,
         lambda: {
             "microbatches": case.microbatches,
             "balance": [1] * case.stages,
+            "schedule": schedule,
             "checkpoint": "never",
             "loss_fn": loss_fn,
             "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
@@ -86,7 +90,12 @@ def _charlm() -> ManySteps:
     )
 
 
-MANY_STEPS: dict[str, Callable[[], ManySteps]] = {"fine": _fine, "charlm": _charlm}
+MANY_STEPS: dict[str, Callable[[], ManySteps]] = {
+    "fine": partial(_plain, "fine", "1f1b"),
+    "broad": partial(_plain, "broad", "1f1b"),
+    "broad-zb-h2": partial(_plain, "broad", "zb-h2"),
+    "charlm": _charlm,
+}
 
 
 def run(progress: Progress, *, steps: int = 50, repeats: int = 3, cases: str | None = None) -> Figures:

@@ -144,7 +144,7 @@ def _inside(contestant: Contestant, seconds: Sequence[float], plain: float | Non
 
     Times inside are those of the wall: a task that waits for the interpreter's lock is inside, too.
     """
-    reports = contestant.reports[-len(seconds) :]
+    reports = [result.report for result in contestant.results[-len(seconds) :]]
     tasks = len(reports[-1].tasks)
     inside = median(sum(report.device_busy.values()) for report in reports)
     outside = (taken - max(report.device_busy.values()) for taken, report in zip(seconds, reports, strict=True))

@@ -25,8 +25,8 @@ from asyncpipe.bench.peers.bare import bare_rank, bare_threads, links
 from asyncpipe.bench.peers.data_parallel import all_reduce_rank, ddp_rank
 from asyncpipe.bench.peers.two_processes import Prepare, torch_rank, two_processes
 from asyncpipe.bench.peers.with_deepspeed import deepspeed_rank
-from asyncpipe.core.predict.report import Report
 from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.sync import SyncPipeline
 
 __all__ = ["CONTESTANTS", "Contestant"]
@@ -42,17 +42,17 @@ class Contestant:
     """Of all parameters, in the model's order."""
     clear: Callable[[], object]
     """Drops the gradients."""
-    reports: Sequence[Report] = ()
-    """How each step used its time, where that is known."""
+    results: Sequence[StepResult] = ()
+    """Of each step, where it has a report; nobody asks for that while a step is timed."""
 
 
-def _of(model: nn.Module, work: Callable[[], object], reports: Sequence[Report] = ()) -> Contestant:
+def _of(model: nn.Module, work: Callable[[], object], results: Sequence[StepResult] = ()) -> Contestant:
     """A contestant that trains ``model``, which is in this process, by ``work``."""
 
     def gradients() -> list[Tensor]:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
-    return Contestant(partial(seconds_of, work), gradients, model.zero_grad, reports)
+    return Contestant(partial(seconds_of, work), gradients, model.zero_grad, results)
 
 
 @contextmanager
@@ -76,38 +76,38 @@ def _pipe(model: nn.Sequential, case: Case, stages: int, replicas: int = 1, **op
 
 @contextmanager
 def _step(case: Case) -> Iterator[Contestant]:
-    model, batch, reports = case.model(), case.batch(), list[Report]()
+    model, batch, results = case.model(), case.batch(), list[StepResult]()
     with _pipe(model, case, case.stages) as pipe:
-        yield _of(model, lambda: reports.append(pipe.step(*batch, return_outputs=False).report), reports)
+        yield _of(model, lambda: results.append(pipe.step(*batch, return_outputs=False).wait()), results)
 
 
 @contextmanager
 def _processes(case: Case) -> Iterator[Contestant]:
-    batch, model, reports = case.batch(), case.model(), list[Report]()
+    batch, model, results = case.batch(), case.model(), list[StepResult]()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with _pipe(model, case, 2, optimizer=partial(torch.optim.SGD, lr=RATE), workers="processes") as pipe:
         # As for the others, nothing is updated. Gradients stay in the workers, where each step adds its own.
 
         def step() -> None:
-            reports.append(pipe.step(*batch, return_outputs=False, update=False).report)
+            results.append(pipe.step(*batch, return_outputs=False, update=False).wait())
 
         def gradients() -> list[Tensor]:
             pipe.step(*batch)
-            after, steps = pipe.state_dict(), len(reports) + 1
+            after, steps = pipe.state_dict(), len(results) + 1
             pipe.load_state_dict(before)
             return [(value - after[name]) / (RATE * steps) for name, value in before.items()]
 
-        yield Contestant(partial(seconds_of, step), gradients, lambda: None, reports)
+        yield Contestant(partial(seconds_of, step), gradients, lambda: None, results)
 
 
 @contextmanager
 def _replicas(stages: int, options: Mapping[str, Any], case: Case) -> Iterator[Contestant]:
-    batch, model, reports = case.batch(), case.model(), list[Report]()
+    batch, model, results = case.batch(), case.model(), list[StepResult]()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with _pipe(model, case, stages, 2, optimizer=partial(torch.optim.SGD, lr=0.0), **options) as pipe:
 
         def step(rate: float = 0.0) -> None:
-            reports.append(pipe.step(*batch, return_outputs=False, learning_rate=rate).wait().report)
+            results.append(pipe.step(*batch, return_outputs=False, learning_rate=rate).wait())
 
         def gradients() -> list[Tensor]:
             step(RATE)
@@ -116,7 +116,7 @@ def _replicas(stages: int, options: Mapping[str, Any], case: Case) -> Iterator[C
             pipe.load_state_dict(before)
             return found
 
-        yield Contestant(partial(seconds_of, step), gradients, lambda: None, reports)
+        yield Contestant(partial(seconds_of, step), gradients, lambda: None, results)
 
 
 @contextmanager
