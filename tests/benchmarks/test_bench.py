@@ -77,7 +77,7 @@ def test_every_benchmark_has_run_and_show_and_is_in_the_help(package, names, com
         (ours, ["unet", "--device", "tpu"], "'tpu' is no device"),
         (ours, ["unet", "--device", "cuda:99"], "'cuda:99' is not there"),
         (ours, ["many_steps", "--steps", "0"], "argument --steps: must be an integer of at least 1, got '0'"),
-        (ours, ["many_steps", "--cases", "fine,huge"], "case must be one of 'fine', 'broad', 'broad-zb-h2', 'charlm', got 'huge'"),
+        (ours, ["many_steps", "--cases", "fine,huge"], "one of 'fine', 'broad', 'broad-zb-h2', 'charlm', got 'huge'"),
         (ours, ["paper", "--device", "cpu"], "--device must be a GPU, on which the paper's lines of one GPU are measu"),
         (ours, ["paper", "--out", __file__], "--out must be a folder that can be made, got"),
         (ours, ["paper", "--size", "small"], "unrecognized arguments: --size small"),
