@@ -113,7 +113,7 @@ def _real_tasks(devices: int, size: OverheadSize, progress: Progress) -> Figures
         for _ in rounds(size.warm_up + size.rounds, progress, f"real tasks on {devices} devices, round"):
             step, own = pipe.seconds(), seconds_of(alone)
             pipe.clear()
-            tasks = len(pipe.reports[-1].tasks)
+            tasks = len(pipe.results[-1].report.tasks)
             us, by_cores = 1e6 / tasks, own * max(1.0, devices / CORES)
             costs = {"us_a_task": (step - own) * us, "us_a_task_by_the_cores": (step - by_cores) * us}
             rows.append({"step_seconds": step, "device_alone_seconds": own, **costs})

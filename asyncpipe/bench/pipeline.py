@@ -25,7 +25,7 @@ def run(progress: Progress, *, case: Case = CASE) -> Figures:
     with one_intra_op_thread(), CONTESTANTS["plain"][1](case) as plain, CONTESTANTS["step"][1](case) as pipe:
         for _ in rounds(WARM_UP + ROUNDS, progress):
             step, one_device = pipe.seconds(), plain.seconds()
-            report = pipe.reports[-1]
+            report = pipe.results[-1].report
             over = {"over_bound": step / report.bound, "over_busiest_device": step / max(report.device_busy.values())}
             rows.append({"step_seconds": step, "one_device_seconds": one_device, **over, "speed_up": one_device / step})
             plain.clear()
