@@ -21,7 +21,7 @@ import threading
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -53,8 +53,9 @@ def new_memory(name: str) -> int:
 class SharedPool:
     """The owner's side, for any thread."""
 
-    def __init__(self, descriptor: int) -> None:
-        """Keeps a duplicate of ``descriptor``, a file of no bytes."""
+    def __init__(self, descriptor: int, mapped: Callable[[int, int], mmap.mmap] = mmap.mmap) -> None:
+        """Keeps a duplicate of ``descriptor``, a file of no bytes. ``mapped`` maps so many bytes of one."""
+        self._mapped = mapped
         self.descriptor = os.dup(descriptor)
         """-1 when it is closed."""
         self._lock = threading.Lock()
@@ -119,14 +120,15 @@ class SharedPool:
             os.posix_fallocate(self.descriptor, 0, grown)  # If memory is short, here is an error, later were a signal.
         else:
             os.ftruncate(self.descriptor, grown)
-        self._memory = memoryview(mmap.mmap(self.descriptor, grown))
+        self._memory = memoryview(self._mapped(self.descriptor, grown))
 
 
 class SharedViews:
     """The other process's side. ``freed`` is for any thread, the rest for one at a time."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, mapped: Callable[[int, int], mmap.mmap] = mmap.mmap) -> None:
         """Keeps a duplicate of ``descriptor``, as ``SharedPool`` does."""
+        self._mapped = mapped
         self._descriptor = os.dup(descriptor)
         self._memory = memoryview(b"")
         self._freed: deque[Place] = deque()
@@ -143,7 +145,7 @@ class SharedViews:
             size = os.fstat(self._descriptor).st_size
             if end > size:
                 raise ValueError(f"{place} is beyond the {size} bytes of shared memory")
-            self._memory = memoryview(mmap.mmap(self._descriptor, size))
+            self._memory = memoryview(self._mapped(self._descriptor, size))
         view, freed = self._memory[place.start : end], self._freed
         self._leases[place] = weakref.ref(view, lambda _: freed.append(place))
         return view

@@ -171,6 +171,12 @@ INTERNALS = (
         "none: compile= raises",
     ),
     Internals(
+        "UntypedStorage._share_cuda_ UntypedStorage._new_shared_cuda UntypedStorage._release_ipc_counter_cuda",
+        "GPUs of two processes share memory: torch.multiprocessing does it so, but has its handles in a pickle",
+        "test_a_tensor_of_a_gpu_by_each_transport",
+        "edges between GPUs pass through memory of the host",
+    ),
+    Internals(
         ".options._timeout",
         "a group of NCCL for an edge, whose receiver may wait for as long as a peer computes",
         "test_the_watchdog_of_a_group_does_not_end_the_process",
@@ -650,6 +656,24 @@ record_function: Callable[[str], AbstractContextManager[object]] = getattr(
     getattr(torch._C, "_profiler", None), "_RecordFunctionFast", torch.profiler.record_function
 )
 """A name for profilers around what runs inside."""
+
+
+def share_storage(memory: Tensor) -> tuple[Any, ...]:
+    """The handles by which another process opens the memory of ``memory``, which is all of its storage's."""
+    storage: Any = memory.untyped_storage()
+    handles: tuple[Any, ...] = storage._share_cuda_()
+    return handles
+
+
+def open_shared_storage(handles: tuple[Any, ...], device: torch.device) -> Tensor:
+    """The bytes of another process's ``share_storage``, as if they were on ``device``."""
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *handles[1:])
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+
+
+def forget_shared_storage(handles: tuple[Any, ...]) -> None:
+    """The process that shared it takes back what the other one holds: its memory is free when it drops it itself."""
+    torch.UntypedStorage._release_ipc_counter_cuda(*handles[4:6])
 
 
 def nccl_options(limit: timedelta) -> Any:

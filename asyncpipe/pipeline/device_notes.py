@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import torch
 
@@ -13,7 +13,7 @@ from asyncpipe.ops.device.memory import device_memory
 __all__ = ["note_devices"]
 
 
-def note_devices(devices: Collection[torch.device], notes: StepNotes) -> None:
-    """Add memory and streams of the physical ``devices`` to the ``notes`` of a step."""
-    notes.memory = {str(device): device_memory(device) for device in devices}
-    notes.streams = {str(device): lent_streams(device) for device in devices}
+def note_devices(devices: Mapping[str, torch.device], notes: StepNotes) -> None:
+    """Add memory and streams of the physical ``devices``, by the names that the caller has, to a step's ``notes``."""
+    notes.memory = {name: device_memory(device) for name, device in devices.items()}
+    notes.streams = {name: lent_streams(device) for name, device in devices.items()}

@@ -33,7 +33,7 @@ class EdgePaths:
         self._names = {numbers[name]: name for name in connections}
         self._numbers = numbers
         self._places = {numbers[name]: each.place for name, each in connections.items()}
-        between = "connection" if transport == "shared_memory" else transport
+        between = "connection" if transport in ("shared_memory", "host_memory") else transport
         self._transports = transport, between
         """Inside a machine, and between two. These share no memory, so there the edge's connection replaces it."""
         self.is_far = not all(map(self._is_local, pairs))

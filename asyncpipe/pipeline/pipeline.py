@@ -85,7 +85,9 @@ class Pipeline(ModelProxy):
         _check_recomputation(parts)
         # Copies of the pipeline have the stages as they will be, not as they were built.
         self._arguments = arguments if parts.factory is None else replace(arguments, model=parts.staged)
-        physical = set() if pool.on_hosts else {device.physical for device in self.devices}
+        # Not accelerators that workers have: to ask for their memory takes a context here.
+        noted = [] if pool.on_hosts else [d for d in self.devices if pool.workers is None or not d.is_accelerator]
+        physical = {str(device.physical): device.physical for device in noted}
         observers = Observers(arguments.observers, partial(note_devices, physical))
         tenant = Tenant(arguments.share or Share(), observers, why)
         make: Callable[[StepInputs, Tenancy], Step]

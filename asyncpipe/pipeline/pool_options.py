@@ -24,7 +24,7 @@ __all__ = ["CONTROLLERS_ONLY", "PoolOptions", "TransportName", "takes"]
 CONTROLLERS_ONLY = "controllers_only"
 """In the metadata of an option: the pool of a worker does not have it."""
 
-TransportName: TypeAlias = Literal["shared_memory", "connection", "nccl"]
+TransportName: TypeAlias = Literal["shared_memory", "host_memory", "connection", "nccl"]
 """The names of the transports, which ``ops/edges/connect.py`` implements."""
 
 _Parameters = ParamSpec("_Parameters")
@@ -54,9 +54,11 @@ class PoolOptions:
     ``"ray"`` and ``"torchrun"`` are ``RayWorkers()`` and ``TorchrunWorkers()``, and any launcher (``Launcher``) may be
     given."""
     transport: TransportName = field(default="shared_memory", metadata={CONTROLLERS_ONLY: True})
-    """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` on one machine, and by
-    the edge's own connection between two; by this ``"connection"`` everywhere; or by ``"nccl"`` from device to device,
-    where each worker has one CUDA device. By the others, tensors of CUDA devices travel through the host."""
+    """How tensors get from one worker to another, which changes no bit: by ``"shared_memory"`` on one machine, a GPU's
+    between workers that have one each, and by the edge's own connection between two machines; by ``"host_memory"``,
+    which is the same without memory of GPUs; by the ``"connection"`` everywhere; or by ``"nccl"`` from device to
+    device, where each worker has one CUDA device, also between machines. By connections, and where a worker has
+    several devices, tensors of CUDA devices travel through the host."""
     interface: str | None = field(default=None, metadata={CONTROLLERS_ONLY: True})
     """Where workers of other machines reach a worker: the name of a network interface (``"eth0"``), one of its
     addresses, or a network that it is in (``"10.1.0.0/16"``). By default where the controller

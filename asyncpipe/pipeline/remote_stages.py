@@ -241,8 +241,9 @@ class RemoteStages(StagesHere):
 
     def _physical(self, device: Device) -> str:
         """The device, as its worker calls it."""
-        if device.is_accelerator and self._connections[self._worker_of[device.name]].has_own_accelerators:
-            return f"{device.physical.type}:0"  # A worker of a host has one.
+        worker = self._worker_of[device.name]
+        if device.is_accelerator and self._connections[worker].has_own_accelerators:
+            return f"{device.physical.type}:{self._workers.own_number(worker, device)}"
         return str(device.physical)
 
     def _pairs(self) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ from asyncpipe.runtime.part_messages import Call, EdgeBroken, PartEnded, receive
 from asyncpipe.runtime.parts_driver import PartsDriver
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.group import WorkerGroup
-from asyncpipe.runtime.workers.launcher import Launcher
+from asyncpipe.runtime.workers.launcher import Launcher, PlannedWorker
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
 from asyncpipe.runtime.workers.ray_workers import RayWorkers
 from asyncpipe.runtime.workers.torchrun_workers import TorchrunWorkers
@@ -113,6 +113,10 @@ class Workers:
         self._restarted: set[str] = set()
         """Those that took the place of lost ones, until a pipeline is loaded there."""
         self._under_way: set[asyncio.Task[None]] = set()
+        self._owned: dict[str, tuple[str, ...]] = {}
+        """The devices of each worker that was asked for, in all pipelines."""
+        self._started_with: dict[str, tuple[str, ...]] = {}
+        """The accelerators that each one was started for, in their order."""
 
     def new_pipeline(self) -> int:
         """A number for one more pipeline."""
@@ -162,7 +166,9 @@ class Workers:
         """Start the workers of these devices that are missing, or were lost. They start at the same time."""
         owned: dict[str, tuple[str, ...]] = {}
         for device, name in self.worker_of(devices).items():
-            owned[name] = (*owned.get(name, ()), device)
+            owned[name] = (*owned.get(name, self._owned.get(name, ())), device)
+        owned = {name: tuple(dict.fromkeys(devices)) for name, devices in owned.items()}
+        self._owned |= owned
         async with AsyncExitStack() as turns:
             # In one order, so that no two callers wait for each other.
             for name in sorted(owned):
@@ -177,6 +183,7 @@ class Workers:
                     if connection.name in self._connections:
                         self._restarted.add(connection.name)
                     self._connections[connection.name] = connection
+                    self._started_with[connection.name] = PlannedWorker("", owned[connection.name]).accelerators
                     self.numbers.setdefault(connection.name, len(self.numbers))
 
     @property
@@ -187,6 +194,16 @@ class Workers:
     def connection(self, worker: str) -> WorkerConnection:
         """The worker that has this name now. A pipeline stays with those that it was loaded into."""
         return self._connections[worker]
+
+    def own_number(self, worker: str, device: Device) -> int:
+        """The number of ``device`` in a worker that sees only its own accelerators. Raises ``OptionError`` if none."""
+        seen, name = self._started_with[worker], DeviceName.parse(device.name).physical
+        if name not in seen:
+            raise OptionError(
+                f"worker {worker!r} was started for {', '.join(seen)}, and sees no {name}; give this pipeline a pool "
+                "of its own, or its worker another name"
+            )
+        return seen.index(name)
 
     def take_restarted(self, workers: Iterable[str]) -> set[str]:
         """Of these workers, those that have taken the place of lost ones. Each is told once."""

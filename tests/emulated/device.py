@@ -490,8 +490,8 @@ def _copy(source, to, non_blocking=False):
             value = _inner(source).clone()
             if to.is_floating_point():
                 to.fill_(float("nan"))
-            else:
-                to.fill_(-(2**31))
+            elif to.dtype is not torch.bool:
+                to.fill_(torch.iinfo(to.dtype).min)
             _state.landing.append((stream, number, to, value))
     if not (non_blocking or (_on_device(source) and _on_device(to))):
         stream.synchronize()
@@ -523,13 +523,15 @@ def _install():
     backend_registration._setup_privateuseone_for_python_backend("emu", module)
     library = torch.library.Library("_", "IMPL")
     library.fallback(_kernel, "PrivateUse1")
+    views = torch.library.Library("aten", "IMPL")
+    views.impl("view.dtype", lambda *args: _kernel(torch.ops.aten.view.dtype, *args), "PrivateUse1")
     # Pinned memory needs a real device.
     torch.Tensor.pin_memory = lambda self, *_: self.clone()
     torch.Tensor.record_stream = _record_stream
     torch.Tensor.is_pinned = lambda self, *_: False
     copies._pinned_like = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)
     _defaults.extend(Stream(k) for k in range(DEVICES))
-    return library
+    return library, views
 
 
 _library = _install()

@@ -1,4 +1,4 @@
-"""Stages on CUDA devices in worker processes: two workers on one GPU, through the host; by NCCL on two GPUs."""
+"""Stages on CUDA devices in worker processes: two workers on one GPU, by its memory and the host's; NCCL on two."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def same_as_on_threads(devices, pool, width, **options):
         torch.testing.assert_close(theirs, ours, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "connection"])
+@pytest.mark.parametrize("transport", ["shared_memory", "host_memory", "connection"])
 def test_two_workers_on_one_gpu(transport):
     """The wider model's messages take the transport's own way."""
 

@@ -18,7 +18,13 @@ NUMBERS = {"a": 0, "b": 1, "far": 2}
 
 @pytest.mark.parametrize(
     ("transport", "between_machines"),
-    [("shared_memory", "connection"), ("connection", "connection"), ("nccl", "nccl"), ("pigeon", "pigeon")],
+    [
+        ("shared_memory", "connection"),
+        ("host_memory", "connection"),
+        ("connection", "connection"),
+        ("nccl", "nccl"),
+        ("pigeon", "pigeon"),
+    ],
 )
 def test_only_shared_memory_is_replaced_between_machines(transport: str, between_machines: str) -> None:
     """A name that is not known stays, and is refused by ``connect``."""

@@ -10,6 +10,7 @@ import sys
 import threading
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ from asyncpipe.errors import (
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.pipeline import remote_stages
-from asyncpipe.pipeline.workers import assign_workers, check_transport
+from asyncpipe.pipeline.pool_options import PoolOptions
+from asyncpipe.pipeline.workers import Workers, assign_workers, check_transport
 from asyncpipe.testing import InlineExecutor
 
 pytestmark = pytest.mark.timeout(120)
@@ -560,6 +562,30 @@ def test_which_worker_has_which_device():
     assert assign_workers(devices, two) == two
     with pytest.raises(OptionError, match="names no worker for cpu:0#1"):
         assign_workers(devices, {"cpu:0": "a", "cpu:1": "b"})
+
+
+async def test_a_worker_that_sees_its_own_accelerators_numbers_them_itself(monkeypatch):
+    """And it has no other one later, which it would take for one of its own, before it is started again."""
+    workers, up, started = Workers(PoolOptions(workers={})), {}, []
+
+    async def start(*names, devices):
+        started.append(devices)
+        up.update({name: SimpleNamespace(name=name) for name in names})
+        return list(up.values())
+
+    monkeypatch.setattr(workers, "_is_open", True)
+    monkeypatch.setattr(workers, "worker_of", lambda devices: {each.name: "a" for each in devices})
+    monkeypatch.setattr(workers, "_group", SimpleNamespace(start=start, workers=up))
+    one, two, three = (Device(f"cuda:{k}", torch.device("cuda", k)) for k in (1, 2, 3))
+    await workers.admit([three, one])
+    assert [workers.own_number("a", each) for each in (one, three)] == [0, 1]
+    await workers.admit([two])
+    with pytest.raises(OptionError, match=r"worker 'a' was started for cuda:1, cuda:3, and sees no cuda:2; give"):
+        workers.own_number("a", two)
+    up.clear()
+    await workers.admit([one])
+    assert started == [{"a": ("cuda:3", "cuda:1")}, {"a": ("cuda:3", "cuda:1", "cuda:2")}]
+    assert workers.own_number("a", two) == 1
 
 
 def test_what_a_transport_cannot_carry(monkeypatch):

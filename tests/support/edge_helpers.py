@@ -50,8 +50,10 @@ class Inbox:
         self.on_message = self._arrived.put
         self.on_broken = self._broken.put
 
-    def take(self, *, release: bool = True) -> ReceivedMessage:
+    def take(self, *, release: bool = True, wait: bool = True) -> ReceivedMessage:
         found = self._arrived.get(timeout=SECONDS)
+        if wait and found.ready is not None:
+            found.ready.synchronize()
         if release:
             found.release()
         return found

@@ -52,10 +52,14 @@ class _Event:
     def query(self) -> bool:
         return all(work.is_over for work in self._behind)
 
+    def synchronize(self) -> None:
+        for work in self._behind:
+            work.over.result(20)
+
 
 class _Work:
     def __init__(self, over: Future[bool]) -> None:
-        self._over = over
+        self.over = over
 
     def wait(self) -> None:
         """As NCCL's: the current stream waits, not the host."""
@@ -65,7 +69,7 @@ class _Work:
     @property
     def is_over(self) -> bool:
         # A kernel of NCCL does not end because the other end is gone.
-        return self._over.done() and self._over.result()
+        return self.over.done() and self.over.result()
 
 
 class FakeGroup:

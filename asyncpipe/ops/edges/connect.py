@@ -19,7 +19,7 @@ from asyncpipe.ops.edges.message import ReceivedMessage
 from asyncpipe.ops.edges.nccl import Nccl
 from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.payload import Transport
-from asyncpipe.ops.edges.shared_memory import SharedMemory
+from asyncpipe.ops.edges.shared_memory import HostMemory, SharedMemory
 from asyncpipe.secured import Secured
 
 __all__ = ["HOST_TRANSPORTS", "TRANSPORTS", "Edges", "Pair", "connect"]
@@ -30,8 +30,8 @@ HOST_TRANSPORTS: dict[str, Callable[[torch.device], Transport]] = {
     "shared_memory": SharedMemory,
     "connection": EdgeConnection,
 }
-"""Those by which tensors arrive on the host, wherever they were; given the worker's device."""
-TRANSPORTS = {**HOST_TRANSPORTS, "nccl": Nccl}
+"""Those for workers without an accelerator; given the worker's device."""
+TRANSPORTS = {**HOST_TRANSPORTS, "host_memory": HostMemory, "nccl": Nccl}
 """All."""
 
 
@@ -80,8 +80,8 @@ def connect(
     ``me`` is this worker's number. The ``sockets`` are connected to the workers that all workers know by the same
     numbers, in one order for all, and with the same ``transport``; they belong to the edges from now on. ``on_message``
     and ``on_broken`` are called on the edges' threads: see ``EdgeIn`` and ``EdgeOut``. ``device`` is this worker's
-    accelerator, if it has one. ``window`` is how many messages of an edge may wait to be released; that of the receiver
-    counts. ``shared`` as for ``EdgeIn``.
+    accelerator, if it has that alone. ``window`` is how many messages of an edge may wait to be released; that of the
+    receiver counts. ``shared`` as for ``EdgeIn``.
 
     Raises ``OptionError`` for wrong arguments, and ``EdgeError``, which names the workers that have not made their
     ends within ``timeout`` seconds, or that went away. Nothing is left then.
@@ -135,7 +135,7 @@ def _transports(
         between_hosts = connected.socket.family != socket.AF_UNIX
         if between_hosts and connected.macs is None:
             raise OptionError(f"the edge {pair[0]} > {pair[1]} is by TCP without keys for its MACs; use one of meet")
-        if name == "shared_memory" and between_hosts:
+        if name in ("shared_memory", "host_memory") and between_hosts:
             raise OptionError(
                 f"the edge {pair[0]} > {pair[1]} is between machines, which have no shared memory; use connection"
             )

@@ -202,7 +202,7 @@ class EdgeIn:
             return None
         frame = Frame.decode(channel.peek(HEADER_SIZE))
         follows = 0
-        if frame.kind == EdgeFrameKind.LAYOUT:
+        if frame.kind in (EdgeFrameKind.LAYOUT, EdgeFrameKind.NEWS):
             follows = frame.size
         elif frame.kind == EdgeFrameKind.MESSAGE and frame.slot == INLINE:
             follows = self._layouts[frame.layout].size
@@ -216,6 +216,8 @@ class EdgeIn:
             self._arrive(frame)
         elif frame.kind == EdgeFrameKind.LAYOUT:
             self._layouts[frame.layout] = MessageLayout.decode(bytes(self._channel.read(frame.size)))
+        elif frame.kind == EdgeFrameKind.NEWS:
+            self._payload.learn(frame.slot, bytes(self._channel.read(frame.size)))
         elif frame.kind == EdgeFrameKind.BYE:
             raise ClosedByPeerError
         else:
@@ -228,7 +230,7 @@ class EdgeIn:
         if frame.slot == INLINE:
             tensors, ready = read_inline(layout, self._channel), None
         else:
-            self._awaits_payload = frame.slot == STREAMED
+            self._awaits_payload = frame.slot >= STREAMED
             tensors, ready = self._payload.receive(layout, frame.slot)
             self._awaits_payload = False
         at = time.perf_counter()

@@ -16,7 +16,7 @@ from asyncpipe.core.hangs.reports import SenderReport
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.channel import HUNG_UP, ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout, layout_of
-from asyncpipe.ops.edges.payload import PayloadOut, inline
+from asyncpipe.ops.edges.payload import PayloadOut, await_ready, inline
 from asyncpipe.ops.edges.wire import CREDIT_SIZE, INLINE, STREAMED, Credit, EdgeFrameKind, Frame
 
 __all__ = ["EdgeOut", "EdgeOutCounters"]
@@ -184,27 +184,26 @@ class EdgeOut:
 
     def _transmit(self, queued: QueuedMessage) -> None:
         message, layout = queued.message, queued.layout
-        if message.ready is not None:
-            # Hazard: the device still writes the tensors. The host waits, and not a stream: no header is sent before
-            # its tensors are there, so no receiver waits inside a device for one that is still to be computed.
-            message.ready.synchronize()
         number, buffers = self._number(queued.key, layout)
         owners: list[Tensor] = []
         slot = INLINE
         memory: list[memoryview] = []
         if layout.size <= self._payload.inline_bytes:
+            await_ready(message)
             memory, owners = inline(layout, message.tensors)
         else:
             self._hear()  # Memory that is free again comes first.
-            slot = self._payload.place(layout, message.tensors)
+            slot = self._payload.place(layout, message)
+            if news := self._payload.news:
+                buffers += Frame(EdgeFrameKind.NEWS, slot=slot, size=len(news)).encode(), news
+                self._payload.news = b""
         buffers.append(Frame(EdgeFrameKind.MESSAGE, number, slot, *message.header, layout.size).encode())
         self._queue.popleft()
         self._messages += 1
         self._bytes += layout.size
         self._channel.write([*buffers, *memory], owners)
         del owners, memory
-        if slot == STREAMED:
-            self._payload.follow(layout, message.tensors)
+        if slot >= STREAMED:
             self._channel.ring()  # For ``settle``.
 
     def _number(self, key: Any, layout: MessageLayout) -> tuple[int, list[bytes]]:

@@ -3,27 +3,48 @@
 Headers take the edge's socket, as with every transport. The tensors behind a header take the communicator, in the same
 order, on a stream that only this end of the edge uses::
 
-    sender's thread     waits for ``ready``, header, queues the sends, waits until they are over
-    receiver's thread                        header, queues the receives, waits until they are over, on_message
+    sender's thread     waits for ``ready`` │ queues send n, header n, which foretells n + 1 │ waits until n is over
+                                                     ┊          │
+                                                     ▼          ▼
+    receiver's thread   header n - 1: queues receive n │ header n: on_message │ queues receive n + 1
+                                                     ┊
+    lane                                its stream waits for the event of receive n, then computes
 
-**Who waits for another worker.** The threads of edges, on the host, and nobody else. A send is queued when its tensors
-are there and a receive when its header is, so a kernel of NCCL waits for no task. No stream of a lane waits for a
-kernel of NCCL, since a message is delivered when its tensors have arrived. So what a worker queues never waits inside
-the device for what another worker has still to queue, whatever shares a hardware queue. And when a peer is gone, a
-kernel that waits for it for ever holds up its own stream alone, until the communicator is aborted.
+**What is foretold.** In an ordered schedule the messages of a step come in the order of the step before, and so do
+their shapes. So a header says, for all but the last message of a step, which earlier message the next one will look
+like, and the receiver queues that receive before the next header comes: what the header announces is on its way, and
+the host waits for nothing between its arrival and the computation. Where a message does not look as foretold, the
+sender first sends as many bytes as were, which the receiver drops. For the last message of a step nothing is foretold,
+so no kernel waits between two steps (but after a step with fewer messages than the one before, until the next one).
 
-**When a peer is gone** the edge's socket says so, which the thread that waits looks at. What was announced may still
-come for a moment; then the communicator is aborted, which ends its kernels, and the edge is broken. Messages of old
-epochs are received like all others (the communicator has an order), and then dropped.
+**Who waits for another worker.** The threads of edges, on the host, and streams for what was queued before. A send is
+queued when its tensors are there, and then its header leaves. So a lane that is told of a message waits inside its
+device for a transfer of which the other end is queued, and never for what another worker has still to do. A receive
+that was foretold does: it holds up its own stream alone. Streams that share a hardware queue would wait with it, so it
+is only queued ahead where the device has queues enough (``CUDA_DEVICE_MAX_CONNECTIONS``, 32 in workers of this
+machine).
+
+**Order.** Each directed edge has a communicator, whose transfers are in the order of its headers, and none of them
+shares a kernel with one of another edge. So there is no ``batch_isend_irecv``, which puts the transfers of a call into
+one kernel to save two ranks that send to each other from waiting for each other. Here they cannot: a send needs no
+receive of the same worker.
+
+**When a peer is gone** the edge's socket says so. What was announced may still come for a moment; then the communicator
+is aborted, which ends its kernels, and the edge is broken. To abort lets go on whatever waits for a receive, with
+memory that nothing was written to. Where a lane waits for one, that must not be, since an update could follow: then the
+worker ends itself, and is lost as its peer is. That can be in the microseconds between a header and the end of its
+transfer. What was only foretold has no lane behind it. Messages of old epochs are received like all others (the
+communicator has an order), and then dropped.
 
 Not to be had: two workers on one device, which NCCL refuses, and tensors that stay on the host. Take shared memory
 there. Known limit: ``cudaFree`` waits for all kernels of a device, those of NCCL too. So a worker that runs out of
-memory, and has its allocator give some back, may wait there until its peers have taken what they were sent.
+memory, and has its allocator give some back, may wait there until its peers have sent, or taken, what was foretold.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -36,11 +57,13 @@ import torch
 from torch import Tensor, distributed
 
 from asyncpipe.errors import EdgeError
+from asyncpipe.ops.device.lent_streams import has_spare_queues
 from asyncpipe.ops.device.streams import AcceleratorStream, record
 from asyncpipe.ops.edges.channel import EdgeChannel
-from asyncpipe.ops.edges.message import MessageLayout
+from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout
 from asyncpipe.ops.edges.pair_store import PairStore
-from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, empty, flat, is_laid_out
+from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, Reading, await_ready, empty, flat, is_laid_out
+from asyncpipe.ops.edges.wire import STREAMED
 from asyncpipe.ops.torch_internals import nccl_options
 
 __all__ = ["Nccl", "NcclIn", "NcclOut"]
@@ -52,8 +75,15 @@ FOREVER = timedelta(days=1000)
 """Whether a peer is there, the edge's socket tells."""
 GRACE_SECONDS = 1.0
 """For what a peer that has hung up has sent before."""
-SHORTEST_PAUSE, LONGEST_PAUSE = 1e-5, 1e-3
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-6, 4e-5
+LOOK_SECONDS = 1e-3
+"""How often one who waits looks whether what it waits for can still come."""
+LONGEST_ORDER = 1024
+"""Of a step with more messages on an edge, the order is not foretold."""
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+WITHOUT_WATCHDOGS = {ERRORS: "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""The environment in which a group is made: its threads end no process, and do not ask the store, which by then is an
+edge's socket."""
 
 
 class Nccl:
@@ -79,8 +109,13 @@ class _Communicator:
         self.device = device
         self.stream = AcceleratorStream(device)
         self._peer = 1 - rank
+        self._store = store
+        """The group's threads may use it as long as there is a group. They would not keep it, which is Python's."""
         self._channel: EdgeChannel = store.channel
-        self._aborting = threading.Lock()
+        self.awaited = Reading[None]()
+        """Receives that lanes may wait for."""
+        self.turn = threading.RLock()
+        """Held while it is aborted, and while a receive is queued that a lane will wait for."""
         self._is_aborted = False
         self._group: Any = _group(store, rank)
         # A communicator is made when it is first used, which waits for the peer. It is at this very edge, too.
@@ -106,29 +141,32 @@ class _Communicator:
 
     def finish(self, event: torch.Event) -> None:
         """Wait until ``event`` has happened. Raises ``ConnectionError`` when it never will, and aborts."""
-        pause, until = SHORTEST_PAUSE, None
-        while not event.query():
-            if self._is_aborted:
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            if pause == LONGEST_PAUSE:
-                if self._has_failed():
-                    self.abort()
-                elif self._channel.hung_up():
-                    until = until or time.monotonic() + GRACE_SECONDS
-                    if time.monotonic() > until:
-                        self.abort()
+        if not self._happens(event):
+            self.abort()
         if self._is_aborted:  # The event has happened then, too, without what it stood for.
             raise ConnectionAbortedError("a transfer by NCCL was aborted: the other end is gone, or this one closes")
 
-    def _has_failed(self) -> bool:
-        return bool(self._group.get_error().name != "SUCCESS")
+    def _happens(self, event: torch.Event) -> bool:
+        """Wait until ``event`` has happened; false if it never will."""
+        pause, looked, until = SHORTEST_PAUSE, time.monotonic(), None
+        while not (event.query() or self._is_aborted):
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            if (now := time.monotonic()) - looked > LOOK_SECONDS:
+                looked = now
+                if self._group.get_error().name != "SUCCESS":
+                    return False
+                if self._channel.hung_up() and now > (until := until or now + GRACE_SECONDS):
+                    return False
+        return True
 
     def abort(self) -> None:
-        """End what is under way, and all later transfers, with an error."""
-        with self._aborting:
+        """End what is under way, and all later transfers, with an error; or this process, if a lane waits for one."""
+        with self.turn:
             if not self._is_aborted:
+                if self.awaited.unfinished():
+                    # Hazard: lanes read, and updates use, what has not come and never will.
+                    _end_process()
                 self._is_aborted = True
                 with suppress(RuntimeError):
                     self._group.abort()
@@ -137,7 +175,12 @@ class _Communicator:
         """Wait for a moment until the peer has closed its end, and with it has all that was sent."""
         until = time.monotonic() + GRACE_SECONDS
         while not (self._is_aborted or self._channel.hung_up()) and time.monotonic() < until:
-            time.sleep(LONGEST_PAUSE)
+            time.sleep(LOOK_SECONDS)
+
+    def await_lanes(self) -> None:
+        """Wait until no lane waits for a receive, unless that never comes."""
+        for event in self.awaited.unfinished():
+            self._happens(event)
 
     def close(self) -> None:
         # Not by ``shutdown``, which needs the peer. Nothing is under way, or nobody wants it any more.
@@ -153,21 +196,31 @@ class NcclOut(PayloadOut):
 
     def __init__(self, communicator: _Communicator) -> None:
         self._communicator = communicator
+        self._device = communicator.device
+        self._order = _Order()
+        self._foretold: Sequence[TensorLayout | None] | None = None
+        """What the receiver takes the next message for."""
         self._begun: deque[tuple[torch.Event, list[Tensor]]] = deque()
         """With the tensors. Hazard: their memory must not be used again before NCCL has read it, on its own stream. The
         thread holds them until the host knows that it has, so no stream needs to be recorded."""
 
-    def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
+    def place(self, layout: MessageLayout, message: EdgeMessage) -> int:
+        await_ready(message)
         with self._communicator.stream.use(), torch.no_grad():
             sources: list[Tensor] = []
-            for each, tensor in zip(layout.tensors, tensors, strict=True):
+            if self._foretold not in (None, layout.tensors):
+                sources = _flat_memory(_empty(self._foretold or (), self._device))
+            for each, tensor in zip(layout.tensors, message.tensors, strict=True):
                 if each is None or tensor is None or not each.size:
                     continue
-                if tensor.device != self._communicator.device or not is_laid_out(tensor, each):
+                if tensor.device != self._device or not is_laid_out(tensor, each):
                     # Hazard: this stream reads what a lane's has written. The edge's thread has waited for ``ready``.
-                    tensor = empty(each, self._communicator.device).copy_(tensor)
+                    tensor = empty(each, self._device).copy_(tensor)
                 sources.append(flat(tensor))
         self._begun.append((self._communicator.begin(sources), sources))
+        distance = self._order.add(layout.tensors, message.header.step)
+        self._foretold = self._order.seen[-distance] if distance else None
+        return STREAMED + distance
 
     def begun(self) -> int:
         return len(self._begun)
@@ -193,26 +246,81 @@ class NcclOut(PayloadOut):
 class NcclIn(PayloadIn):
     """The receiver's end."""
 
+    receives_at_once = True
+
     def __init__(self, communicator: _Communicator) -> None:
         self._communicator = communicator
+        self._seen: deque[Sequence[TensorLayout | None]] = deque(maxlen=LONGEST_ORDER)
+        self._foretold: Sequence[TensorLayout | None] | None = None
+        self._queued: tuple[list[Tensor | None], torch.Event] | None = None
+        """The receive of what was foretold, if it is queued."""
 
     def receive(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
+        communicator = self._communicator
+        with communicator.turn:
+            if self._foretold is not None:
+                found = self._queued or self._queue(self._foretold)
+            if self._foretold != layout.tensors:  # What has come instead is dropped.
+                found = self._queue(layout.tensors)
+            communicator.awaited.over()
+            communicator.awaited.begin(found[1], None)
+            self._seen.append(layout.tensors)
+            self._foretold = self._seen[STREAMED - slot] if slot > STREAMED else None
+            self._queued = None
+            if self._foretold is not None and has_spare_queues(communicator.device):
+                self._queued = self._queue(self._foretold)
+        return found
+
+    def _queue(self, layouts: Sequence[TensorLayout | None]) -> tuple[list[Tensor | None], torch.Event]:
         communicator = self._communicator
         # The memory belongs to this stream. Hazard: a lane may still read it when its tensor is gone and the memory is
         # used for the next message. The copy task records the lane's stream (``Copier.copy``), for which the allocator
         # waits.
         with communicator.stream.use():
-            tensors = [None if each is None else empty(each, communicator.device) for each in layout.tensors]
-        event = communicator.begin(flat(tensor) for tensor in tensors if tensor is not None and tensor.numel())
-        # Hazard: a lane reads what has not arrived. It is told of the message when the host knows that it has.
-        communicator.finish(event)
-        return tensors, None
+            tensors = _empty(layouts, communicator.device)
+        return tensors, communicator.begin(_flat_memory(tensors))
 
     def abort(self) -> None:
         self._communicator.abort()
 
     def close(self) -> None:
+        self._communicator.await_lanes()
         self._communicator.close()
+
+
+class _Order:
+    """In which order the messages of a step leave by an edge, as far as the step before tells."""
+
+    def __init__(self) -> None:
+        self.seen: deque[Sequence[TensorLayout | None]] = deque(maxlen=LONGEST_ORDER)
+        """What the last messages looked like, as the receiver knows it, too."""
+        self._step = self._count = self._before = 0
+        """The step of the last message, how many there were of it, and how many of the step before."""
+
+    def add(self, layouts: Sequence[TensorLayout | None], step: int) -> int:
+        """A message of ``step`` leaves: how many messages back one stands that the next one will look like; 0 if that
+        is not known."""
+        if step != self._step:
+            self._step, self._count, self._before = step, 0, self._count
+        self.seen.append(layouts)
+        self._count += 1
+        return self._before if self._count < self._before <= len(self.seen) else 0
+
+
+def _empty(layouts: Iterable[TensorLayout | None], device: torch.device) -> list[Tensor | None]:
+    return [None if each is None else empty(each, device) for each in layouts]
+
+
+def _flat_memory(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [flat(tensor) for tensor in tensors if tensor is not None and tensor.numel()]
+
+
+def _end_process() -> None:
+    sys.stderr.write(
+        "a worker is gone in the middle of a transfer by NCCL that this worker computes with: this one ends, too\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _group(store: PairStore, rank: int) -> Any:
@@ -220,12 +328,13 @@ def _group(store: PairStore, rank: int) -> Any:
     nccl: Any = distributed.ProcessGroupNCCL
     options = nccl_options(FOREVER)
     options.config.max_ctas = MOST_BLOCKS
-    before = os.environ.get(ERRORS)
-    os.environ[ERRORS] = "0"  # Read when a group is made; groups of the stages' own keep theirs.
+    before = {name: os.environ.get(name) for name in WITHOUT_WATCHDOGS}
+    os.environ.update(WITHOUT_WATCHDOGS)  # Read when a group is made; groups of the stages' own keep theirs.
     try:
         return nccl(store, rank, 2, options)
     finally:
-        if before is None:
-            del os.environ[ERRORS]
-        else:
-            os.environ[ERRORS] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,64 +1,75 @@
 """What a transport is, and how the memory of tensors is copied.
 
 Small tensors follow their header on the socket, whatever the transport (``inline``). Others go the transport's way: it
-puts them somewhere and names the place, its *slot*, in the header, or sends them behind the header.
+puts them somewhere and names the place, its *slot*, in the header, or sends them on a way of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from asyncpipe.ops.device.streams import AcceleratorStream, record
 from asyncpipe.ops.edges.channel import EdgeChannel, memory_at
-from asyncpipe.ops.edges.message import MessageLayout, TensorLayout
+from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout
 from asyncpipe.ops.edges.pair_store import PairStore
-from asyncpipe.ops.edges.wire import STREAMED
 
 __all__ = [
     "PayloadIn",
     "PayloadOut",
+    "Reading",
     "Transport",
+    "await_ready",
     "empty",
     "flat",
     "host_tensor",
     "inline",
     "is_laid_out",
+    "queue_in",
+    "queue_out",
     "read_inline",
     "write_to",
 ]
+
+_What = TypeVar("_What")
 
 
 class PayloadOut:
     """The sending side of a transport, for one edge. All but ``settle`` and ``abort``: by one thread at a time.
 
-    Transports override what they need: either ``place`` and ``returned``, or ``follow``, ``begun`` and ``settle``.
+    Transports override what they need: ``place``, and ``returned``, or ``begun`` and ``settle``.
     """
+
+    news = b""
+    """What the receiver must ``learn`` of the slot that ``place`` gave last, before it is told the slot."""
 
     inline_bytes: int
     """Messages of at most so many bytes go on the socket."""
     direct_bytes: int
     """Messages of at most so many bytes may be sent by a thread that must not wait."""
 
-    def place(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> int:
-        """Put the tensors into a slot, before the header is sent; ``STREAMED`` where they follow it."""
-        return STREAMED
+    def place(self, layout: MessageLayout, message: EdgeMessage) -> int:
+        """Put the tensors into a slot, before the header is sent; ``STREAMED`` and more where they come beside it.
+
+        Waits until the message is ready: whoever hears of it must not wait for what is still to be computed.
+        """
+        raise NotImplementedError
 
     def returned(self, slots: Iterable[int]) -> None:
         """The receiver no longer uses these slots."""
 
-    def follow(self, layout: MessageLayout, tensors: Sequence[Tensor | None]) -> None:
-        """Begin to send the tensors behind the header. Does not wait for the receiver."""
-
     def begun(self) -> int:
-        """How much ``follow`` has begun that nobody has waited for."""
+        """How much ``place`` has begun that nobody has waited for."""
         return 0
 
     def settle(self, begun: int) -> None:
-        """Wait until the first ``begun`` have been sent, whose headers were. ``follow`` may be called meanwhile."""
+        """Wait until the first ``begun`` have been sent, whose headers were. ``place`` may be called meanwhile."""
 
     def abort(self) -> None:
         """End a blocked ``settle`` with an error; from any thread."""
@@ -73,6 +84,10 @@ class PayloadIn:
     receives_at_once = False
     """Whether ``receive`` never blocks."""
 
+    def learn(self, slot: int, news: bytes) -> None:
+        """What a slot is, from the sender's ``news``."""
+        raise ValueError("news of a slot came by a transport that has none")
+
     def receive(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
         """The tensors of the message announced last, and the event behind which they can be read, if there is one.
 
@@ -81,7 +96,7 @@ class PayloadIn:
         raise NotImplementedError
 
     def freed(self) -> list[int]:
-        """Slots that are free again; each once."""
+        """Slots that are free again; each once. By one thread at a time."""
         return []
 
     def abort(self) -> None:
@@ -99,6 +114,84 @@ class Transport(Protocol):
         ...
 
     def receiver(self, store: PairStore) -> PayloadIn: ...
+
+
+class Reading(Generic[_What]):
+    """What copies under way still read, by the events behind them. ``begin`` and the others may have a thread each."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[torch.Event, _What]] = deque()
+
+    def begin(self, event: torch.Event, what: _What) -> None:
+        self._under_way.append((event, what))
+
+    def over(self) -> list[_What]:
+        """What is read no more; each once. Does not wait."""
+        found: list[_What] = []
+        with suppress(RuntimeError):  # A device that has failed tells nothing any more.
+            while self._under_way and self._under_way[0][0].query():
+                found.append(self._under_way.popleft()[1])
+        return found
+
+    def unfinished(self) -> list[torch.Event]:
+        """The events of copies that are not over. From any thread."""
+        with suppress(RuntimeError):
+            return [event for event, _ in tuple(self._under_way) if not event.query()]
+        return []
+
+    def wait(self) -> None:
+        """Wait until nothing is read any more."""
+        for event in self.unfinished():
+            event.synchronize()
+        self._under_way.clear()
+
+
+def await_ready(message: EdgeMessage) -> None:
+    """Wait, on the host, until a message may be read."""
+    if message.ready is not None:
+        # Hazard: the device still writes the tensors. The host waits, and not a stream: no header is sent before its
+        # tensors are there, so no receiver waits inside a device for what is still to be computed.
+        message.ready.synchronize()
+
+
+def queue_in(stream: AcceleratorStream, layout: MessageLayout, message: EdgeMessage, memory: Tensor) -> None:
+    """Queue copies of the tensors of ``message`` into ``memory`` (bytes), on ``stream``."""
+    if message.ready is not None:
+        # Hazard: lanes may still be writing what the copies read.
+        stream.wait(message.ready)
+    with stream.use(), torch.no_grad():
+        for tensor, place in zip(message.tensors, _places(layout, memory), strict=True):
+            if tensor is not None and place is not None:
+                if tensor.is_cpu:
+                    # It is read here before this returns: it may change or go after that.
+                    await_ready(message)
+                place.copy_(tensor, non_blocking=not tensor.is_cpu)
+
+
+def queue_out(
+    stream: AcceleratorStream, layout: MessageLayout, memory: Tensor
+) -> tuple[list[Tensor | None], torch.Event]:
+    """Queue copies out of ``memory`` (bytes), on ``stream``: the tensors on its device, and the event behind them.
+
+    ``memory`` must stay as it is until then. The tensors belong to ``stream``. Hazard: a lane may still read one when
+    it is gone here and its memory is used for the next message. Whoever takes a message from its edge records the
+    lane's stream (``Copier.copy``), for which the allocator waits.
+    """
+    with stream.use(), torch.no_grad():
+        tensors = [None if each is None else empty(each, stream.device) for each in layout.tensors]
+        for tensor, place in zip(tensors, _places(layout, memory), strict=True):
+            if tensor is not None and place is not None:
+                tensor.copy_(place, non_blocking=True)
+    return tensors, record(stream.stream)
+
+
+def _places(layout: MessageLayout, memory: Tensor) -> Iterator[Tensor | None]:
+    for each, offset, size in zip(layout.tensors, layout.offsets, layout.sizes, strict=False):
+        if each is None or not size:
+            yield None
+            continue
+        flat = memory[offset : offset + size].view(each.dtype)
+        yield flat.view(each.shape) if each.stride is None else flat.as_strided(each.shape, each.stride)
 
 
 def empty(layout: TensorLayout, device: torch.device | None = None) -> Tensor:

@@ -15,8 +15,8 @@ __all__ = ["CREDIT_SIZE", "HEADER_SIZE", "INLINE", "STREAMED", "Credit", "Frame"
 
 INLINE = 0
 """The slot of a message whose tensors follow its header on the socket."""
-STREAMED = 2**32 - 1
-"""The slot of a message whose tensors come by the transport; any other number is the transport's own."""
+STREAMED = 2**31
+"""The least slot of a message whose tensors come by the transport, beside its header; lower ones are places."""
 
 _HEADER = struct.Struct("<BxHIqqqqQ")
 _CREDIT = struct.Struct("<BxxxIQ")
@@ -35,6 +35,8 @@ class EdgeFrameKind(IntEnum):
     """A value of the store of two, while the edge is made: ``layout`` bytes of its name, then the value."""
     MADE = 7
     """This side of the edge is made."""
+    NEWS = 8
+    """What the receiver must know of ``slot`` follows."""
 
 
 class Frame(NamedTuple):

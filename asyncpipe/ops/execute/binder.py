@@ -287,6 +287,9 @@ class Binder:
             for dependency in self._graph.dependencies[task.number]:
                 if (timing := self._timings.get(dependency)) is not None:
                     stream.follow(timing)
+        for event in () if self._crossings is None else self._crossings.brought(task.number):
+            # Hazard: the edge's stream may still be bringing what another worker has sent.
+            stream.wait(event)
         if task.number in self._gates and task.microbatch in self._tensors.gradients_ready:
             # Hazard: the autograd engine may still be writing the caller's gradient on its own stream.
             stream.wait(self._tensors.gradients_ready.pop(task.microbatch))

@@ -62,8 +62,9 @@ class Crossings:
         self._sent: dict[tuple[int, int], int] = {}
         """By task that waits for several, and their stage: how many of these have been sent."""
         self._lock = threading.Lock()
-        self._holds: dict[int, list[Callable[[], None]]] = {}
-        """By task, a number of the graph: what to call when it has taken what came for it."""
+        self._holds: dict[int, list[tuple[Callable[[], None], torch.Event | None]]] = {}
+        """By task, a number of the graph: what to call when it has taken what came for it, which is there behind an
+        event."""
 
     def begin(self) -> None:
         """Send what others need of this worker before any of its tasks has run."""
@@ -72,7 +73,7 @@ class Crossings:
 
     def left(self, task: int, event: torch.Event | None) -> None:
         """Task number ``task`` of the part is done, or will be at ``event``: send what waits for it."""
-        for taken in self._holds.pop(self._part.whole[task], ()):
+        for taken, _ in self._holds.pop(self._part.whole[task], ()):
             taken()
         for departure in self._part.departures[task]:
             self._depart(departure, event)
@@ -84,7 +85,7 @@ class Crossings:
             meta, tensors = self._take(waiting, self._stage_of(departure.dependency))
             if event is None:
                 event = _behind_all(tensors)
-            elif waiting.kind in COLLECTIVE_KINDS:
+            elif waiting.kind in COLLECTIVE_KINDS or waiting.microbatch == WHOLE_STEP:
                 event = _behind(event, tensors)
         self._send(departure, meta, tensors, event)
 
@@ -124,21 +125,34 @@ class Crossings:
             return _packed(b"", gradients)
         return _packed(_COUNTED, [*gradients, count])
 
+    def brought(self, task: int) -> list[torch.Event]:
+        """The events behind which task number ``task`` of the part may read what edges have brought."""
+        return [ready for _, ready in self._holds.get(self._part.whole[task], ()) if ready is not None]
+
     def arrived(
-        self, task: int, dependency: int, meta: bytes, tensors: list[Tensor | None], taken: Callable[[], None]
+        self,
+        task: int,
+        dependency: int,
+        meta: bytes,
+        tensors: list[Tensor | None],
+        taken: Callable[[], None],
+        ready: torch.Event | None,
     ) -> None:
         """Store what has come for ``task`` from the ``dependency``, numbers of the graph, before it is told.
 
-        ``taken`` is called when the task has run; never, if the step ends before.
+        ``taken`` is called when the task has run; never, if the step ends before. ``ready`` as in ``ReceivedMessage``.
         """
         with self._lock:
-            self._holds.setdefault(task, []).append(taken)
+            self._holds.setdefault(task, []).append((taken, ready))
         waiting = self._graph.tasks[task]
         if waiting.kind not in (TaskKind.COPY, *COLLECTIVE_KINDS) or not (meta or tensors):
             return
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if meta.startswith(_MORE):
             meta, layouts, readers = decode(meta[len(_MORE) :])
+            if ready is not None and any(layouts):
+                # Hazard: this thread lays out what the edge has not brought yet. It is rare.
+                ready.synchronize()
             tensors = [_laid_out(tensor, each) for tensor, each in zip(tensors, layouts, strict=True)]
             _await_host(tensors)
             if readers is not None:

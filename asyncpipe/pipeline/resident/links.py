@@ -76,11 +76,12 @@ class Links:
             self._shaped = ShapedArrivals(load.shapes, self._arrived)
             arrived = self._shaped.arrived
         secret = self._control.edge_secret
+        devices = {device.physical for device in own}
         self._edges = connect(
             load.me,
             meet(load.me, load.pairs, door, load.addresses, job=str(load.pipeline), secret=secret),
             transport=load.transports,
-            device=next((device.physical for device in own if device.is_accelerator), None),
+            device=devices.pop() if len(devices) == 1 else None,
             on_message=arrived,
             on_broken=self._broken,
             window=1,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from asyncpipe.core.engine.events import Outcome, TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.part import Part
 from asyncpipe.core.hangs.reports import PartReport
+from asyncpipe.core.hosts import DeviceName
 from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
@@ -94,7 +95,7 @@ class PartStep(PreparedStep):
         names, header = self.part.names, message.header
         task, dependency = names.number(header.task), names.number(header.source)
         self._came[header.task, header.source] = message.at
-        self._crossings.arrived(task, dependency, message.meta, list(message.tensors), message.release)
+        self._crossings.arrived(task, dependency, message.meta, list(message.tensors), message.release, message.ready)
         self._gates.open([self.part.arrivals[task, dependency]])
 
     def device_of(self, name: int) -> str:
@@ -192,5 +193,8 @@ class PartStep(PreparedStep):
             arrived[number] = max(at, arrived.get(number, at))
         found = replace(notes, arrived=arrived, left=dict(self._left or {}))
         if self._use is not None:
-            note_devices({stream.device for stream in self.parts.resources.streams.values()}, found)
+            # The number of an accelerator is another one here than elsewhere.
+            streams = self.parts.resources.streams.items()
+            names = {stream.device: DeviceName.parse(lane.device).physical for lane, stream in streams}
+            note_devices({"cpu" if each.type == "cpu" else name: each for each, name in names.items()}, found)
         return found

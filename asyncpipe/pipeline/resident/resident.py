@@ -63,6 +63,9 @@ class Resident:
         ]
         self._load = replace(load, model=())  # The tensors are those of the stages now, or copied to their devices.
         self._own = [device for device in devices if not device.is_elsewhere]
+        for device in self._own[:1]:
+            if device.is_accelerator:  # Otherwise this thread would make a context on number 0.
+                torch.get_device_module(device.physical).set_device(device.physical)
         self._worker = control.name
         load.settings.apply()
         self._parts: PipelineParts = build(

@@ -13,22 +13,19 @@ is told to. If it ends itself, or hears nothing of its controller any more, the 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncpipe.errors import LauncherError
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.handed_down import HandedDown
 from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.local_process import LocalProcess
-from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
+from asyncpipe.runtime.workers.process_launcher import ProcessLauncher, seeing
 
 __all__ = ["ENTRY", "ChildEnded", "StartChild", "Strike", "serve"]
 
 ENTRY = "asyncpipe.runtime.workers.agent:serve"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +100,9 @@ class _Agent:
         return self._launchers[-1][1]
 
     async def _start(self, start: StartChild) -> int:
-        most, visible = max(start.accelerators, default=-1), os.environ.get(_VISIBLE)
-        numbers = [str(each) for each in range(most + 1)] if visible is None else visible.split(",") if visible else []
-        if most >= len(numbers):
-            raise LauncherError(f"{_VISIBLE}={visible!r} on this host shows no accelerator {most}")
-        own = {_VISIBLE: ",".join(numbers[each] for each in start.accelerators)}
-        child = await self._launcher(start).start(start.invitation.hidden(self._control.invitation_key), own)
+        child = await self._launcher(start).start(
+            start.invitation.hidden(self._control.invitation_key), seeing(start.accelerators)
+        )
         self._children[start.invitation.token] = child
         watching = asyncio.create_task(self._watch(start.invitation.token, child))
         self._watching.add(watching)

@@ -44,6 +44,13 @@ class PlannedWorker(NamedTuple):
         names = [DeviceName.parse(device) for device in self.devices]
         return tuple(sorted({name.physical for name in names if not name.is_cpu}, key=_number))
 
+    @property
+    def cuda_numbers(self) -> tuple[int, ...]:
+        """The numbers of its accelerators, in their order, if all are CUDA's; empty if one has none."""
+        parts = [each.partition(":") for each in self.accelerators]
+        is_known = all(kind == "cuda" and number for kind, _, number in parts)
+        return tuple(int(number) for _, _, number in parts) if is_known else ()
+
 
 def _number(device: str) -> tuple[str, int]:
     kind, _, number = device.partition(":")

@@ -23,10 +23,10 @@ STDERR_READ = 1 << 16
 class LocalProcess:
     """A ``WatchedProcess`` of this machine. Used on the loop on which it was started."""
 
-    has_own_accelerators = False
-
     def __init__(self, process: ChildProcess, pipes: Pipes, board: TaskBoard, batches: SharedPool) -> None:
         self.pid = process.pid
+        self.has_own_accelerators = False
+        """Set by who starts it."""
         self.board: TaskBoard | None = board
         self.batches: SharedPool | None = batches
         self._process = process

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from asyncpipe.errors import OptionError
+from asyncpipe.errors import LauncherError, OptionError
 from asyncpipe.runtime.task_board import TaskBoard, new_board_file
 from asyncpipe.runtime.workers.child_process import ChildProcess, Pipes, SpawnedProcess, spawn
 from asyncpipe.runtime.workers.fork_server import ForkServer, ForkServerError
@@ -16,7 +16,10 @@ from asyncpipe.runtime.workers.launcher import Invitation, PlannedWorker
 from asyncpipe.runtime.workers.local_process import LocalProcess
 from asyncpipe.shared_memory import SharedPool, new_memory
 
-__all__ = ["ProcessLauncher"]
+__all__ = ["ProcessLauncher", "seeing"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _logger = logging.getLogger(__name__)
 
@@ -51,8 +54,11 @@ class ProcessLauncher:
     async def start(self, invitation: Invitation, own: Mapping[str, str] | None = None) -> LocalProcess:
         """The worker's process. Where it is a fresh interpreter, the loop stands still for some milliseconds.
 
-        ``own`` are variables of its own environment that no module reads when it is imported.
+        ``own`` are variables of its own environment that no module reads when it is imported; by default, so that it
+        sees its own accelerators alone. Then none of its threads makes a context on another worker's.
         """
+        if own is None and (numbers := PlannedWorker(invitation.name, invitation.devices).cuda_numbers):
+            own = seeing(numbers) | {QUEUES: os.environ.get(QUEUES, "32")}
         handed_down = self._handed_down or HandedDown.of_this_process(invitation.path)
         memory, batches = new_board_file(), new_memory("asyncpipe-batches")
         pipes = Pipes()
@@ -62,6 +68,7 @@ class ProcessLauncher:
             finally:
                 pipes.close_theirs()
             local = LocalProcess(process, pipes, TaskBoard(memory), SharedPool(batches))
+            local.has_own_accelerators = bool(own)
         except BaseException:
             pipes.close()
             raise
@@ -104,3 +111,12 @@ class ProcessLauncher:
             self._server_has = has
             self._server = ForkServer(line, environment)
         return self._server if self._server_has == has else None
+
+
+def seeing(accelerators: Sequence[int]) -> dict[str, str]:
+    """The environment of a worker that sees these alone of the accelerators that this process sees."""
+    most, visible = max(accelerators, default=-1), os.environ.get(VISIBLE)
+    numbers = [str(each) for each in range(most + 1)] if visible is None else visible.split(",") if visible else []
+    if most >= len(numbers):
+        raise LauncherError(f"{VISIBLE}={visible!r} on this host shows no accelerator {most}")
+    return {VISIBLE: ",".join(numbers[each] for each in accelerators)}

@@ -2,49 +2,99 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import threading
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from edge_helpers import joined, message, nothing_left
+from fake_nccl import FakeGroup
 from torch import distributed
 
 from asyncpipe.errors import EdgeError
+from asyncpipe.ops.device import lent_streams
 from asyncpipe.ops.edges import nccl
-from asyncpipe.ops.edges.nccl import NcclIn, NcclOut
-
-ABORTED = "a transfer by NCCL was aborted: the other end is gone, or this one closes"
+from asyncpipe.ops.edges.pair_store import PairStore
 
 
-def test_a_peer_that_goes_between_a_header_and_its_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its transfer would never end, so it is aborted."""
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.05)
-
-    def go(self: NcclOut, *_: object) -> None:
-        raise ConnectionError("as if it were killed")
-
-    monkeypatch.setattr(NcclOut, "follow", go)
-    with nothing_left(), joined(transport="nccl") as pair:
-        pair.out.send(message(1, torch.zeros(9)))
-        errors = sorted(str(pair.inboxes[worker].error()) for worker in (0, 1))
-        assert errors[0].endswith("ConnectionAbortedError: " + ABORTED)
-        assert errors[1].endswith("ConnectionError: as if it were killed")
-        assert pair.inbox.empty
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where a worker would end itself."""
+    found: list[str] = []
+    monkeypatch.setattr(nccl, "_end_process", lambda: found.append("ended"))
+    return found
 
 
-def test_closing_while_a_payload_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the sender were stopped between a header and its payload."""
-    monkeypatch.setattr(NcclOut, "follow", lambda *_: None)
-    taking = threading.Event()
-    take = NcclIn.receive
-    monkeypatch.setattr(NcclIn, "receive", lambda *arguments: taking.set() or take(*arguments))
+    begin = nccl._Communicator.begin
+
+    def begin_receives(self: Any, tensors: Any) -> torch.Event:
+        return begin(self, tensors if self._peer == nccl.SENDER else [])
+
+    monkeypatch.setattr(nccl._Communicator, "begin", begin_receives)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_worker_ends_where_a_lane_waits_for_what_never_comes(
+    monkeypatch: pytest.MonkeyPatch, ended: list[str], is_closed: bool
+) -> None:
+    """To abort the transfer would let the lane compute with it."""
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.05)
     with nothing_left(), joined(transport="nccl") as pair:
+        no_sends(monkeypatch)
         pair.out.send(message(1, torch.zeros(9)))
-        assert taking.wait(20)
-        pair.edges[1].close()
-        assert pair.inbox.empty
+        received = pair.inbox.take(wait=False)
+        if is_closed:
+            pair.edges[1].close()
+        else:
+            pair.into.sever()
+            pair.inboxes[1].error()
+        assert ended == ["ended"]
+        del received
+
+
+def test_what_was_only_foretold_ends_no_worker(monkeypatch: pytest.MonkeyPatch, ended: list[str]) -> None:
+    with nothing_left(), joined(transport="nccl") as pair:
+        for step in range(2):
+            for _ in range(2):
+                pair.out.send(in_step(step, 9))
+                pair.inbox.take()
+                if step == 1:
+                    break
+        no_sends(monkeypatch)
+        pair.into.sever()
+    assert ended == []
+
+
+def in_step(step: int, size: int) -> Any:
+    sent = message(step, torch.full((size,), float(size)))
+    return type(sent)(sent.header._replace(step=step), sent.tensors)
+
+
+@pytest.mark.parametrize("queues", ["32", "0"])
+def test_the_order_of_a_step_is_foretold(monkeypatch: pytest.MonkeyPatch, queues: str) -> None:
+    """Then a receive is queued before its header comes, if the device has a queue for it. Otherwise it is put right."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    lent_streams._lent[torch.device("cpu")] += 1
+    steps = [[3, 5, 8], [3, 5, 8], [3, 5, 8], [5, 3, 8], [5, 3], [5, 3, 8, 8], [7]]
+    with joined(transport="nccl") as pair:
+        payload: Any = pair.into._payload
+        foretold = []
+        for step, sizes in enumerate(steps):
+            for size in sizes:
+                known = payload._foretold
+                foretold.append(None if known is None else known[0].shape[0])
+                assert (payload._queued is not None) == (known is not None and queues == "32")
+                pair.out.send(in_step(step, size))
+                (received,) = pair.inbox.take().tensors
+                assert received.tolist() == [float(size)] * size
+    lent_streams._lent[torch.device("cpu")] -= 1
+    none = None
+    assert foretold == [none, none, none, none, 5, 8, none, 5, 8, none, 5, 8, none, 3, 8, 3, none, none, none]
 
 
 def test_the_watchdog_of_a_group_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +103,8 @@ def test_the_watchdog_of_a_group_does_not_end_the_process(monkeypatch: pytest.Mo
 
     class Group:
         def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
-            seen.append((os.environ[nccl.ERRORS], options.config.max_ctas, rank, size))
+            names = (nccl.ERRORS, "TORCH_NCCL_ENABLE_MONITORING")
+            seen.append((*map(os.environ.get, names), options.config.max_ctas, rank, size))
 
         @staticmethod
         def Options() -> SimpleNamespace:
@@ -62,12 +113,29 @@ def test_the_watchdog_of_a_group_does_not_end_the_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setenv(nccl.ERRORS, "3")
     REAL_GROUP(None, 1)
-    assert seen == [("0", nccl.MOST_BLOCKS, 1, 2)]
+    assert seen == [("0", "0", nccl.MOST_BLOCKS, 1, 2)]
     assert os.environ[nccl.ERRORS] == "3"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
 
 
 REAL_GROUP = nccl._group
 """Before it is replaced: what it tells torch cannot be seen elsewhere."""
+
+
+def test_the_store_is_there_as_long_as_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's threads use it, and have no reference to what is Python's of it."""
+    stores: list[weakref.ref[PairStore]] = []
+
+    def group(store: PairStore, rank: int) -> FakeGroup:
+        stores.append(weakref.ref(store))
+        return FakeGroup(store, rank)
+
+    monkeypatch.setattr(nccl, "_group", group)
+    with joined(transport="nccl"):
+        gc.collect()
+        assert [store() is not None for store in stores] == [True] * 4
+    gc.collect()
+    assert not any(store() for store in stores)
 
 
 def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,3 +306,19 @@ async def test_a_caller_that_blocks_its_loop_loses_no_worker():
         assert worker.supervisor.clock.round_trips > trips + 20, "pings are answered meanwhile"
         assert await worker.ask(("echo", 1)) == 1
     assert recorded.heard == []
+
+
+@pytest.mark.parametrize(("visible", "seen"), [(None, ("1,3", "2", None)), ("7,5,6,4", ("5,4", "6", "7,5,6,4"))])
+async def test_a_worker_sees_its_own_accelerators_alone(monkeypatch, visible, seen):
+    """So none of its threads can make a context on another one's."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    devices = {"a": ("cuda:3", "cuda:1", "cuda:1#1"), "b": ("cuda:2",), "c": ("cpu:0",)}
+    async with Recorded().group as group:
+        workers = await group.start(*devices, devices=devices)
+        facts = [(await worker.ask(("facts",)))["environment"] for worker in workers]
+        assert tuple(each.get("CUDA_VISIBLE_DEVICES") for each in facts) == seen
+        assert [each["CUDA_DEVICE_MAX_CONNECTIONS"] for each in facts] == ["8"] * 3
+        assert [worker.has_own_accelerators for worker in workers] == [True, True, False]
