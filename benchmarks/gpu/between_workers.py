@@ -88,7 +88,7 @@ def edges_on_one_gpu(machine: Machine) -> Outcome:
         "threads": ({}, 100, 0.1),
     }
     if machine.cuda:
-        ways["shared memory"] = {"workers": workers, "transport": "shared_memory"}, 700, 3.0
+        ways["memory of the host"] = {"workers": workers, "transport": "host_memory"}, 500, 2.0
     return _outcome(machine, machine.two, ways)
 
 
@@ -106,6 +106,6 @@ def edges_of_two_gpus(machine: Machine) -> Outcome:
         "threads": ({}, 60, 0.8),
         "by default": ({"workers": "processes"}, 150, 0.8),
         "NCCL": ({"workers": "processes", "transport": "nccl"}, 100, 0.8),
-        "shared memory": ({"workers": "processes", "transport": "shared_memory"}, 300, 2.5),
+        "memory of the host": ({"workers": "processes", "transport": "host_memory"}, 300, 2.0),
     }
     return _outcome(machine, ["cuda:0", "cuda:1"], ways)

@@ -352,7 +352,9 @@ async def test_what_cannot_work_is_refused_with_what_to_do():
             Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="processes", **{name: function})
         Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, **{name: function})
     Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, workers="processes", loss_fn=lambda y, _: frozen(y).sum())
-    with pytest.raises(OptionError, match=r"transport must be one of 'shared_memory', 'connection'.* got 'pigeon'"):
+    with pytest.raises(
+        OptionError, match=r"transport must be one of 'shared_memory', 'host_memory', 'connection'.* got 'pigeon'"
+    ):
         DevicePool(workers="processes", transport="pigeon")
     with pytest.raises(OptionError, match=r"transport='connection' is for workers; leave it out"):
         DevicePool(transport="connection")

@@ -103,6 +103,8 @@ class CudaMemoryIn(PayloadIn):
     """The receiver's side. Tensors arrive on its device."""
 
     receives_at_once = True
+    freed_together = 2
+    """Slots take memory of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = AcceleratorStream(device)

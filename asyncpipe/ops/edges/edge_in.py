@@ -19,8 +19,6 @@ from asyncpipe.ops.edges.wire import HEADER_SIZE, INLINE, STREAMED, EdgeFrameKin
 
 __all__ = ["EdgeIn"]
 
-FREED_TOGETHER = 8
-"""So many free slots are told of without a credit to tell."""
 FREED_AT_MOST = 1024
 LEFT_SECONDS = 0.02
 """What nobody else has taken for so long is taken by the edge's thread."""
@@ -276,7 +274,7 @@ class EdgeIn:
     def _tell(self) -> None:
         """Tell the sender what is free again, if it is time to. With ``_lock``."""
         self._freed += self._payload.freed()
-        if self._over or not (self._window.due() or len(self._freed) >= FREED_TOGETHER):
+        if self._over or not (self._window.due() or len(self._freed) >= self._payload.freed_together):
             return
         freed, self._freed = self._freed[:FREED_AT_MOST], self._freed[FREED_AT_MOST:]
         with suppress(OSError):  # The edge's thread sees the same.

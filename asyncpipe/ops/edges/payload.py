@@ -83,6 +83,8 @@ class PayloadIn:
 
     receives_at_once = False
     """Whether ``receive`` never blocks."""
+    freed_together = 8
+    """So many free slots are told of without a credit to tell."""
 
     def learn(self, slot: int, news: bytes) -> None:
         """What a slot is, from the sender's ``news``."""

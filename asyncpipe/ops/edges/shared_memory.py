@@ -55,6 +55,8 @@ _logger = logging.getLogger(__name__)
 INLINE_BYTES = 1 << 12
 DIRECT_BYTES = 1 << 18
 """To copy more takes longer than to hand over to another thread."""
+_FAILURES = (RuntimeError, AttributeError)
+"""Of CUDA, and of a torch that cannot share memory of GPUs."""
 _PROBE = bytes(range(256))
 """What a receiver must find in the memory of a GPU."""
 
@@ -100,7 +102,7 @@ class HostMemory:
             probe = torch.frombuffer(bytearray(_PROBE), dtype=torch.uint8)
             shared.place(_probe_layout(), EdgeMessage(EdgeHeader(0, 0, 0, 0), [probe]))
             news, shared.news = shared.news, b""
-        except RuntimeError as error:
+        except _FAILURES as error:
             _tell(error)
         store.set("probe", news)
         if store.get("found") == b"1":
@@ -123,7 +125,7 @@ class HostMemory:
                 ready.synchronize()
                 found = bytes(read.tolist())
                 shared.freed()
-            except RuntimeError as error:
+            except _FAILURES as error:
                 _tell(error)
         store.set("found", b"%d" % (found == _PROBE))
         if found == _PROBE:
@@ -142,7 +144,7 @@ def _probe_layout() -> MessageLayout:
     return MessageLayout(b"", (layout_of(torch.empty(len(_PROBE), dtype=torch.uint8)),))
 
 
-def _tell(error: RuntimeError) -> None:
+def _tell(error: Exception) -> None:
     _logger.warning("two workers share no memory of a GPU, so tensors pass through that of the host: %s", error)
 
 
