@@ -668,7 +668,7 @@ def share_storage(memory: Tensor) -> tuple[Any, ...]:
 def open_shared_storage(handles: tuple[Any, ...], device: torch.device) -> Tensor:
     """The bytes of another process's ``share_storage``, as if they were on ``device``."""
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *handles[1:])
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def forget_shared_storage(handles: tuple[Any, ...]) -> None:

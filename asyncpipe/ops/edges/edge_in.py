@@ -15,7 +15,7 @@ from asyncpipe.ops.edges.channel import ClosedByPeerError, EdgeChannel, StoppedE
 from asyncpipe.ops.edges.message import EdgeHeader, MessageLayout, ReceivedMessage
 from asyncpipe.ops.edges.payload import PayloadIn, read_inline
 from asyncpipe.ops.edges.window import Window
-from asyncpipe.ops.edges.wire import HEADER_SIZE, INLINE, STREAMED, EdgeFrameKind, Frame, encode_credit
+from asyncpipe.ops.edges.wire import HEADER_SIZE, INLINE, EdgeFrameKind, Frame, encode_credit
 
 __all__ = ["EdgeIn"]
 
@@ -66,8 +66,6 @@ class EdgeIn:
         """Since when somebody takes what has come."""
         self._taker = 0
         """The thread that does."""
-        self._awaits_payload = False
-        """Whether that is what the transport still brings."""
         self._failure: Exception | None = None
         """Why nothing can be taken any more; told by the edge's thread."""
         self._layouts: dict[int, MessageLayout] = {}
@@ -125,7 +123,7 @@ class EdgeIn:
         to take some.
         """
         since = self._taking_since
-        is_stuck = since is not None and time.perf_counter() - since > STUCK_SECONDS and not self._awaits_payload
+        is_stuck = since is not None and time.perf_counter() - since > STUCK_SECONDS
         if not self.is_shared:
             is_stuck = is_stuck and not self._channel.is_waiting  # For the rest of a message.
         taker = next((each.name for each in threading.enumerate() if each.ident == self._taker), "") if is_stuck else ""
@@ -228,9 +226,7 @@ class EdgeIn:
         if frame.slot == INLINE:
             tensors, ready = read_inline(layout, self._channel), None
         else:
-            self._awaits_payload = frame.slot >= STREAMED
             tensors, ready = self._payload.receive(layout, frame.slot)
-            self._awaits_payload = False
         at = time.perf_counter()
         header = EdgeHeader(frame.epoch, frame.step, frame.task, frame.source)
         with self._lock:

@@ -82,7 +82,7 @@ class PayloadIn:
     """The receiving side of a transport, for one edge, for its thread; ``freed`` and ``abort`` for any."""
 
     receives_at_once = False
-    """Whether ``receive`` never blocks."""
+    """Whether a thread that must not wait may receive: nothing large comes by the socket."""
     freed_together = 8
     """So many free slots are told of without a credit to tell."""
 
@@ -93,7 +93,7 @@ class PayloadIn:
     def receive(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
         """The tensors of the message announced last, and the event behind which they can be read, if there is one.
 
-        May block while the sender is sending, and for nothing else.
+        Does not wait.
         """
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class PayloadIn:
         return []
 
     def abort(self) -> None:
-        """End a blocked ``receive`` with an error; from any thread."""
+        """End a blocked ``close``; from any thread."""
 
     def close(self) -> None:
         """Let go of what belongs to this side."""
