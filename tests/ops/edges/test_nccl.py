@@ -79,7 +79,7 @@ def in_step(step: int, size: int) -> Any:
 def test_the_order_of_a_step_is_foretold(monkeypatch: pytest.MonkeyPatch, queues: str) -> None:
     """Then a receive is queued before its header comes, if the device has a queue for it. Otherwise it is put right."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    lent_streams._lent[torch.device("cpu")] += 1
+    monkeypatch.setitem(lent_streams._made, torch.device("cpu"), [None])
     steps = [[3, 5, 8], [3, 5, 8], [3, 5, 8], [5, 3, 8], [5, 3], [5, 3, 8, 8], [7]]
     with joined(transport="nccl") as pair:
         payload: Any = pair.into._payload
@@ -92,7 +92,6 @@ def test_the_order_of_a_step_is_foretold(monkeypatch: pytest.MonkeyPatch, queues
                 pair.out.send(in_step(step, size))
                 (received,) = pair.inbox.take().tensors
                 assert received.tolist() == [float(size)] * size
-    lent_streams._lent[torch.device("cpu")] -= 1
     none = None
     assert foretold == [none, none, none, none, 5, 8, none, 5, 8, none, 5, 8, none, 3, 8, 3, none, none, none]
 
