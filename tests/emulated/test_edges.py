@@ -155,15 +155,15 @@ def test_what_is_read_on_the_way_is_not_used_again(transport):
 
         send(0)
         ended = held.enter_context(emu.hold(stream))
-        under_way = [send(task) for task in range(1, 5)]
+        under_way = [send(task) for task in range(1, 12)]
         ended.set()
         for task, received in enumerate(under_way, 1):
             received.ready.synchronize()
             assert received.tensors[0].cpu().unique().tolist() == [task]
-        assert len(set(slots[1:])) == 4
-        for task in range(5, 12):
+        assert len(set(slots[1:])) == 11
+        for task in range(12, 20):
             send(task).ready.synchronize()
-        assert len(set(slots)) <= 5 + pair.into._payload.freed_together
+        assert len(set(slots)) <= 12 + pair.into._payload.freed_together
 
 
 @pytest.mark.parametrize("transport", ON_DEVICE)
