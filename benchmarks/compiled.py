@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -38,15 +38,19 @@ class CompiledSize:
     tokens: int = 64
     """Of a sample."""
     microbatches: int = 4
+    shorter_tokens: int = 48
+    """Of samples that come later, and are of a length that is new."""
     checked_layers: int = 2
     """Of the model whose gradients are compared."""
+    regional: bool = True
+    """Whether blocks are compiled, and not whole stages."""
     rounds: int = 6
 
 
 def run(progress: Progress, size: CompiledSize | None = None, backend: str = "inductor") -> Figures:
     """Medians of ``step``, in milliseconds; what was compiled, and how far the gradients are off."""
     size = size or CompiledSize()
-    arms = {"eager": False, "compiled": {"backend": backend}}
+    arms = {"eager": False, "compiled": {"backend": backend, "regional": size.regional}}
     times: dict[str, list[float]] = {name: [] for name in arms}
     first = {}
     with ExitStack() as stack:
@@ -60,6 +64,10 @@ def run(progress: Progress, size: CompiledSize | None = None, backend: str = "in
             for name in alternating(list(arms), number):
                 times[name].append(seconds_of(partial(_step, pipes[name], size)))
         compiled = pipes["compiled"].compiled
+        shorter = {
+            name: seconds_of(partial(_step, pipe, replace(size, tokens=size.shorter_tokens)))
+            for name, pipe in pipes.items()
+        }
     progress("; ".join(f"{name} {median(seconds) * 1e3:.0f} ms" for name, seconds in times.items()))
     progress("comparing gradients")
     off = _gradients_off(size, backend)
@@ -67,6 +75,7 @@ def run(progress: Progress, size: CompiledSize | None = None, backend: str = "in
         "step_ms": {name: median(seconds) * 1e3 for name, seconds in times.items()},
         "best_ms": {name: min(seconds) * 1e3 for name, seconds in times.items()},
         "first_step_seconds": first,
+        "new_length_seconds": shorter,
         "gradients_off": off,
         "stages": [str(stage) for stage in compiled],
         "graphs": [(stage.forward_graphs, stage.backward_graphs) for stage in compiled],
@@ -81,7 +90,8 @@ def show(figures: Figures) -> str:
     rows: list[tuple[str, ...]] = [("", "eager", "compiled")]
     for title, key, unit in (("median step", "step_ms", "ms"), ("best step", "best_ms", "ms")):
         rows.append((title, *(f"{figures[key][name]:.0f} {unit}" for name in ("eager", "compiled"))))
-    rows.append(("first step", *(f"{figures['first_step_seconds'][name]:.1f} s" for name in ("eager", "compiled"))))
+    for title, key in (("first step", "first_step_seconds"), ("first step of a new length", "new_length_seconds")):
+        rows.append((title, *(f"{figures[key][name]:.1f} s" for name in ("eager", "compiled"))))
     ratio = figures["step_ms"]["compiled"] / figures["step_ms"]["eager"]
     return "\n".join(
         [
@@ -96,7 +106,7 @@ def show(figures: Figures) -> str:
 
 def _gradients_off(size: CompiledSize, backend: str) -> float:
     """The distance of the gradients of one step with and without the compiler, relative to their norm."""
-    option: dict[str, Any] = {"backend": backend}
+    option: dict[str, Any] = {"backend": backend, "regional": size.regional}
     if backend == "inductor":
         option["options"] = {"fallback_random": True}
     found = []
@@ -155,7 +165,7 @@ class _Embedding(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.drop(self.tokens(tokens) + self.positions)
+        found: Tensor = self.drop(self.tokens(tokens) + self.positions[: tokens.shape[1]])
         return found
 
 

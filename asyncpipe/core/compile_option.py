@@ -20,7 +20,7 @@ _NO_TREES = (
 
 @dataclass(frozen=True, slots=True)
 class CompileOption:
-    """What each stage is compiled with; the fields but the last are arguments of ``torch.compile``."""
+    """What each stage is compiled with; the fields but the last two are arguments of ``torch.compile``."""
 
     fullgraph: bool = True
     """Whether a stage that is not one graph is an error. If not, graph breaks are warnings."""
@@ -29,12 +29,16 @@ class CompileOption:
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     options: Mapping[str, Any] | None = None
+    regional: bool = True
+    """Whether layers of a kind that a stage has several of are compiled once, and the others between them; if not, or
+    where a stage has none, the whole stage is."""
     cuda_graphs: bool = False
     """Whether nothing is compiled, and kernels are captured in CUDA graphs instead."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fullgraph, bool):
-            raise OptionError(f"compile: fullgraph must be True or False, got {self.fullgraph!r}")
+        for name in ("fullgraph", "regional"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise OptionError(f"compile: {name} must be True or False, got {value!r}")
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise OptionError(f"compile: dynamic must be True, False or None, got {self.dynamic!r}")
         if not (callable(self.backend) or (isinstance(self.backend, str) and self.backend)):
@@ -60,7 +64,7 @@ class CompileOption:
 
     @classmethod
     def parse(cls, value: object) -> Self | None:
-        """The option that ``value`` means: a bool, arguments of ``torch.compile``, or ``"cudagraphs"``.
+        """The option that ``value`` means: a bool, arguments for ``torch.compile``, or ``"cudagraphs"``.
 
         ``None`` where nothing is compiled. Raises ``OptionError``.
         """

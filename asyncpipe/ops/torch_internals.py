@@ -165,7 +165,8 @@ INTERNALS = (
     Internals(
         "_functorch.config _dynamo.exc _dynamo.config _dynamo.utils.counters _dynamo.utils.get_compilation_metrics "
         "_dynamo.maybe_mark_dynamic _TorchCompileInductorWrapper _TorchCompileWrapper "
-        "_inductor.cpp_builder.get_cpp_compiler _inductor.exc.InvalidCxxCompiler utils._triton.has_triton",
+        "_inductor.cpp_builder.get_cpp_compiler _inductor.exc.InvalidCxxCompiler utils._triton.has_triton "
+        "_inductor.async_compile.AsyncCompile.pool",
         "with compile= alone: the backward is compiled with the forward, and a break or a recompilation tells its why",
         "test_a_stage_with_draws_skips_and_recomputation_is_one_graph_a_direction",
         "none: compile= raises",
@@ -585,6 +586,16 @@ def compile_backend(
     else:
         made = torch._TorchCompileWrapper(name, None, options or None, dynamic)  # type: ignore[no-untyped-call]
     return cast("Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]", made)
+
+
+def end_compiler_threads() -> None:
+    """End the threads in which inductor has started C++ compilers; it starts others when it needs them."""
+    module: Any = sys.modules.get("torch._inductor.async_compile")
+    pool = module and module.AsyncCompile.pool
+    if pool and pool.cache_info().currsize:
+        ended = pool()
+        pool.cache_clear()
+        ended.shutdown()
 
 
 def has_cpp_compiler() -> bool:

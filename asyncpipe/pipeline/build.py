@@ -339,7 +339,9 @@ def _compiled(stage: Stage, option: CompileOption) -> Stage:
     if option.cuda_graphs:
         caller = StageCapturer(stage.index, stage.module, stage.device.physical)
     else:
-        caller = StageCompiler(stage.index, stage.module, option)
+        on_cpu = stage.device.physical.type == "cpu"
+        layered = stage.module.layered() if option.regional else None
+        caller = StageCompiler(stage.index, stage.module, option, on_cpu=on_cpu, layered=layered)
     return replace(stage, compiler=caller)
 
 

@@ -84,6 +84,31 @@ def tied() -> list[nn.Module]:
     return [first, nn.Tanh(), nn.GELU(), last]
 
 
+class Block(nn.Module):
+    """A layer with modules inside, of which models have several; ``power`` differs without a parameter's doing so."""
+
+    def __init__(self, power: int = 2, width: int = 6) -> None:
+        super().__init__()
+        self.widen, self.narrow, self.drop = nn.Linear(6, width), nn.Linear(width, 6), nn.Dropout(0.2)
+        self.power = power
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.drop(self.narrow(self.widen(x).tanh() ** self.power))
+        return found
+
+
+def blocks() -> list[nn.Module]:
+    return [nn.Linear(6, 6), nn.Dropout(0.1), Block(), Block(), Block(), Block(), nn.Tanh(), nn.Linear(6, 6)]
+
+
+def different_blocks() -> list[nn.Module]:
+    return [Block(power) for power in range(1, 21)]
+
+
+def lone_blocks() -> list[nn.Module]:
+    return [Block(width=3), Block(width=4), Block(width=5), nn.Linear(6, 6)]
+
+
 def trained(
     layers: Callable[[], list[nn.Module]],
     option: Any,
@@ -137,6 +162,28 @@ def test_a_stage_with_draws_skips_and_recomputation_is_one_graph_a_direction() -
 def test_stages_that_change_buffers_and_overwrite_inputs_of_different_sizes_are_compiled_once() -> None:
     compiled = check_same(changing, samples=7, checkpoint="except_last")
     assert all(stage.seconds > 0 for stage in compiled)
+
+
+@pytest.mark.parametrize(
+    ("layers", "regional", "graphs"),
+    [
+        # Two layers and a block; a block, and two layers.
+        (blocks, True, [2, 2]),
+        (blocks, False, [1, 1]),
+        # The compiler takes the power for fixed, and gives up code that it has compiled 8 times.
+        pytest.param(different_blocks, True, [10, 10], marks=pytest.mark.long),
+        (lone_blocks, True, [1, 1]),
+    ],
+)
+def test_blocks_that_a_stage_has_several_of_are_compiled_once(
+    layers: Callable[[], list[nn.Module]], regional: bool, graphs: list[int]
+) -> None:
+    plain, _ = trained(layers, False, samples=7, checkpoint="except_last")
+    found, compiled = trained(layers, {**AOT, "regional": regional}, samples=7, checkpoint="except_last")
+    assert all(map(torch.equal, plain, found))
+    assert [(stage.forward_graphs, stage.backward_graphs) for stage in compiled] == [(each, each) for each in graphs]
+    # Micro-batches have two sizes, for which nothing is compiled once more.
+    assert not any(stage.recompilations for stage in compiled)
 
 
 def test_sizes_that_change_between_steps_are_a_recompilation_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -246,6 +293,7 @@ def test_inductor_draws_the_same_again_and_leaves_no_process() -> None:
     for one, other in zip(losses("never"), losses("always"), strict=True):
         torch.testing.assert_close(one, other)
     assert not multiprocessing.active_children()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
 
 
 def test_while_one_thread_compiles_no_other_runs_a_task_and_two_that_compile_take_turns() -> None:
@@ -286,6 +334,7 @@ def test_while_one_thread_compiles_no_other_runs_a_task_and_two_that_compile_tak
     [
         ("yes", "compile must be True, False, 'cudagraphs', or a dict"),
         ({"fullgraph": 1}, "fullgraph must be True or False"),
+        ({"regional": "no"}, "regional must be True or False"),
         ({"disable": True}, "'disable' cannot be given for stages.*compile=False"),
         ({"mode": "reduce-overhead"}, "the next micro-batch would overwrite"),
         ({"mode": "fast"}, "mode must be 'default'"),
@@ -318,7 +367,7 @@ def test_a_missing_compiler_and_deferred_batch_norms_are_refused(monkeypatch: py
 
 def test_the_benchmark_compares_compiled_stages_with_those_that_are_not() -> None:
     model = {"layers": 1, "width": 8, "heads": 2, "vocabulary": 16, "checked_layers": 1}
-    size = CompiledSize(**model, samples=2, tokens=4, microbatches=2, rounds=1)
+    size = CompiledSize(**model, samples=2, tokens=4, shorter_tokens=3, microbatches=2, rounds=1)
     lines: list[str] = []
     figures = run(lines.append, size, backend="aot_eager")
     assert figures["graphs"] == [(1, 1), (1, 1)]

@@ -12,7 +12,7 @@ is bounded by the largest layer, and the model does not change, whatever a layer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -22,17 +22,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.errors import BalanceError, BatchError, MicrobatchError, OptionError
 from asyncpipe.ops.device.devices import resolve_devices
-from asyncpipe.ops.model.byte_recorder import parameter_bytes
+from asyncpipe.ops.model.byte_recorder import LiveBytes, parameter_bytes
 from asyncpipe.ops.model.microbatch import Arguments, Packet, cut, without_no_chunk
 from asyncpipe.ops.model.sequential import PipeSequential
 from asyncpipe.ops.model.skips import SkipKey, SkipStore, use_skips
-from asyncpipe.ops.torch_internals import TorchDispatchMode, tree_leaves
 
 __all__ = ["balance_by_size", "balance_by_time", "copied", "layer_bytes", "layer_times"]
 
@@ -306,37 +304,13 @@ def _timed(work: Callable[[], None], device: torch.device, clock: Callable[[], f
     return float(first.elapsed_time(last)) * 1e-3
 
 
-class _MemoryOfOperators(TorchDispatchMode):
-    """Notes what operators make inside; who keeps that, and so whether it is still there later, is not asked."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: dict[Any, int] = {}
-        """By weak reference to a storage."""
-
-    def note(self, values: Iterable[Any]) -> None:
-        plain = [value for value in values if isinstance(value, Tensor) and value.layout is torch.strided]
-        self.sizes.update({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in plain})
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        self.note(tree_leaves(made))
-        return made
-
-
-def _storage(tensor: Tensor) -> Any:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
 def _bytes(layer: _MeasuredLayer, parameter_scale: float) -> int:
     """The bytes that the layer needs between its forward and its backward, and for its parameters."""
-    memory = _MemoryOfOperators()
+    memory = LiveBytes((*layer.module.parameters(), *layer.module.buffers()))
     memory.note(Packet(layer.arguments).tensors)
     with memory:
         layer.forward()
     memory.note(layer.sent())
-    own = {_storage(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())}
-    activations = sum([size for storage, size in memory.sizes.items() if not storage.expired() and storage not in own])
     total, trained = parameter_bytes(layer.module)
     # A frozen parameter has no gradient, and the optimizer keeps nothing for it.
-    return activations + round(trained * parameter_scale + (total - trained) * min(parameter_scale, 1.0))
+    return memory.live + round(trained * parameter_scale + (total - trained) * min(parameter_scale, 1.0))

@@ -24,6 +24,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.skip_layout import skip_layout
 from asyncpipe.ops.model.skips import SkipKey, Skippable, SkipStore, use_skips
 from asyncpipe.ops.model.stage import CALLER, StagedModel, StageModule, has_hooks
+from asyncpipe.ops.model.stage_compiler import Layered, StageFunction
 from asyncpipe.ops.torch_internals import hooks_of
 
 __all__ = [
@@ -101,16 +102,21 @@ class SequentialStage(StageModule):
             sent[user].skips.extend(store.outgoing[key] for key in keys)
         return sent
 
-    def function(self) -> Callable[[Mapping[int, Any]], Mapping[int, Any]]:
+    def function(self) -> StageFunction:
         """As ``StageModule.function``: where each layer gets what the one before returns, these calls alone."""
+        found = self.layered()
+        return super().function() if found is None else found[1](found[0])
+
+    def layered(self) -> Layered | None:
+        """As ``StageModule.layered``."""
         layers = self.layers
         if self._has_skips or self._stashed or self._unpacks or (self._index and not self._comes_alone):
-            return super().function()
+            return None
         if has_hooks(self) or has_hooks(layers) or type(layers).forward is not nn.Sequential.forward or not layers:
-            return super().function()
+            return None
         if not self._index:
-            return partial(_first_chain, self._next, tuple(layers))
-        return partial(_chain, self._index - 1, self._next, tuple(layers))
+            return tuple(layers), partial(partial, _first_chain, self._next)
+        return tuple(layers), partial(partial, _chain, self._index - 1, self._next)
 
     def _call(self, received: Mapping[int, Any]) -> Any:
         layers, unpacks = self.layers, self._unpacks
@@ -124,19 +130,19 @@ class SequentialStage(StageModule):
         return _call_layers(layers, *args, **kwargs)
 
 
-def _chain(source: int, user: int, layers: Sequence[nn.Module], received: Mapping[int, Any]) -> dict[int, Any]:
+def _chain(source: int, user: int, layers: Sequence[Callable[..., Any]], received: Mapping[int, Any]) -> dict[int, Any]:
     value = received[source]
     for layer in layers:
         value = layer(value)
     return {user: value}
 
 
-def _first_chain(user: int, layers: Sequence[nn.Module], received: Mapping[int, Any]) -> dict[int, Any]:
+def _first_chain(user: int, layers: Sequence[Callable[..., Any]], received: Mapping[int, Any]) -> dict[int, Any]:
     args, kwargs = Arguments.wrap(received[CALLER])
     return {user: _call_layers(layers, *args, **kwargs)}
 
 
-def _call_layers(layers: Iterable[nn.Module], *args: Any, **kwargs: Any) -> Any:
+def _call_layers(layers: Iterable[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
     # nn.Sequential takes one argument, but its first layer may take several.
     first, *others = layers
     value = first(*args, **kwargs)

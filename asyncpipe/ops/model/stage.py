@@ -26,7 +26,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.own_generators import OwnGenerators
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
-from asyncpipe.ops.model.stage_compiler import CallsStage
+from asyncpipe.ops.model.stage_compiler import CallsStage, Layered, StageFunction
 from asyncpipe.ops.torch_internals import has_own_call, hooks_of, hooks_of_all_modules
 
 __all__ = ["CALLER", "OwnLoss", "Stage", "StageModule", "StagedModel", "has_hooks"]
@@ -49,9 +49,13 @@ class StageModule(nn.Module):
         """
         raise NotImplementedError
 
-    def function(self) -> Callable[[Mapping[int, Any]], Mapping[int, Any]]:
+    def function(self) -> StageFunction:
         """What computes as a call of the module does, as it is now: the shortest way, to be used for one step."""
         return self if has_hooks(self) else self.forward
+
+    def layered(self) -> Layered | None:
+        """For compiling: ``None`` if the stage does more than to call its layers one after the other."""
+        return None
 
 
 def has_hooks(module: nn.Module) -> bool:

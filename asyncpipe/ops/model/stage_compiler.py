@@ -1,4 +1,14 @@
-"""A stage compiled by ``torch.compile``: one graph forward and one backward for each kind of call, and what is told.
+"""Stages compiled by ``torch.compile``, in one or several pieces for each kind of call, and what is told of them.
+
+By default a stage is compiled in *pieces* (``regional``): each layer that it has several of, by class and shapes, is
+one, and all such layers share its code, so that twelve blocks are compiled once; so are the layers between them.
+A stage without such layers is one piece, and so is one that does more than to call its layers in order::
+
+    regional    │ embedding │ block │ block │ block │ norm, head │     3 graphs forward, 3 backward
+    whole       │ embedding   block   block   block   norm, head │     1 graph forward, 1 backward
+
+Between pieces runs Python: some microseconds for the checks of each piece, and nothing is fused across. Compiling takes
+as long as the different pieces take.
 
 Calls are of the same *kind* if they have the same grad mode, autocast, training flags, and types and dimensions of what
 the stage receives. Each kind has a copy of the code that calls the stage, since the compiler keeps what it has
@@ -6,7 +16,7 @@ compiled, and counts recompilations, by code: so stages, and kinds, do not use u
 sizes are fixed until they are seen to differ; if those of a step's micro-batches do, the batch dimension is dynamic
 from the start.
 
-The whole stage is traced, with what is Python around the layers: values by source and user, skips, hooks. The loss is
+A whole stage is traced with what is Python around the layers: values by source and user, skips, hooks. The loss is
 not, nor is anything that the task does around the stage: its random stream, its copies of buffers, its autocast. So a
 recomputation, whose forward was compiled without a graph, draws the same: inductor draws a seed for each operator
 from the stage's stream (``ops/autograd/own_draws.py``), and a number follows from the seed and its place in the tensor.
@@ -26,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +52,7 @@ from asyncpipe.ops.torch_internals import (
     compile_backend,
     compile_settings,
     compiler_error,
+    end_compiler_threads,
     has_cpp_compiler,
     has_triton,
     mark_dynamic,
@@ -48,12 +60,15 @@ from asyncpipe.ops.torch_internals import (
     tree_leaves,
 )
 
-__all__ = ["CallKind", "CallsStage", "Received", "StageCompiler", "check_compiler"]
+__all__ = ["CallKind", "CallsStage", "Layered", "Received", "StageCompiler", "StageFunction", "check_compiler"]
 
 _logger = logging.getLogger(__name__)
 
 Received = Mapping[int, Any]
-_Call = Callable[[Received], Mapping[int, Any]]
+StageFunction = Callable[[Received], Mapping[int, Any]]
+"""What a stage sends, by user, from what it receives, by source."""
+Layered = tuple[Sequence[nn.Module], Callable[[Sequence[Callable[..., Any]]], StageFunction]]
+"""The layers of a stage, and what makes a function of calls in their places."""
 
 
 class CallKind(NamedTuple):
@@ -76,7 +91,7 @@ class CallsStage(Protocol):
 
     def prepared(
         self, tensors: Sequence[Tensor], kind: CallKind, microbatch: int, notes: list[Compilation]
-    ) -> AbstractContextManager[_Call]:
+    ) -> AbstractContextManager[StageFunction]:
         """What calls the stage with ``tensors``; inside, other tasks of the process wait if that compiles something.
 
         ``notes`` gets what was compiled.
@@ -90,7 +105,7 @@ class CallsStage(Protocol):
 class _Compiled:
     """The calls of one kind."""
 
-    call: Callable[[nn.Module, Received], Mapping[int, Any]]
+    call: StageFunction = field(init=False)
     shapes: set[object] = field(default_factory=set)
     """What was received so far."""
     graphs: int = 0
@@ -99,17 +114,41 @@ class _Compiled:
     """How often one of them ran, where graph breaks are allowed."""
     ended: float = 0.0
     """When it made the last one."""
+    batch: tuple[int, int] | None = None
+    """The dimension and the size of the micro-batch, in a call whose batch dimension is to be any size."""
+
+
+@dataclass(slots=True, eq=False)
+class _Code:
+    """What is compiled of calls of a kind: of the whole stage, or of one or several layers."""
+
+    call: Callable[..., Any]
+    graphs: int = 0
+    """How many the compiler has made."""
 
 
 class StageCompiler:
     """One stage, compiled. Used on the threads that run the stage; ``compilations`` on any."""
 
-    def __init__(self, stage: int, module: nn.Module, option: CompileOption) -> None:
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        option: CompileOption,
+        *,
+        on_cpu: bool = True,
+        layered: Layered | None = None,
+    ) -> None:
         """Raises ``OptionError`` for a backend that is not there, or options that it does not know."""
         self._stage = stage
         self._module = module
         self._option = option
-        self._make = _inner_backend(option)
+        self._make = _inner_backend(option, on_cpu=on_cpu)
+        pieces = _pieces(layered[0]) if layered else []
+        self._layered: Layered | None = layered
+        if layered is None or all(key is None for _, key in pieces):
+            pieces, self._layered = [((module,), None)], None
+        self._pieces = pieces
         self._submodules = tuple(module.modules())
         self._kinds: dict[object, _Compiled] = {}
         self._lock = threading.Lock()
@@ -122,7 +161,7 @@ class StageCompiler:
     @contextmanager
     def prepared(
         self, tensors: Sequence[Tensor], kind: CallKind, microbatch: int, notes: list[Compilation]
-    ) -> Iterator[_Call]:
+    ) -> Iterator[StageFunction]:
         """As ``CallsStage.prepared``."""
         compiled = self._of_kind(tensors, kind)
         shapes = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
@@ -138,11 +177,13 @@ class StageCompiler:
 
                 def call(received: Received) -> Mapping[int, Any]:
                     if kind.sizes and self._option.dynamic is None:
-                        _mark_batch(received, kind.batch_dim, kind.sizes[microbatch])
+                        compiled.batch = kind.batch_dim, kind.sizes[microbatch]
                     return self._call(compiled, received, notes)
 
                 yield call
         finally:
+            compiled.batch = None
+            end_compiler_threads()
             hold_up(False)
         compiled.shapes.add(shapes)
 
@@ -170,10 +211,41 @@ class StageCompiler:
         return found
 
     def _new_kind(self, *, may_retain: bool) -> _Compiled:
-        compiled = _Compiled(_own_code(self._stage))
+        compiled = _Compiled()
+        codes: dict[object, _Code] = {}
 
+        def code(key: object) -> _Code:
+            if key is None:
+                return self._new_code(compiled, may_retain)
+            if key not in codes or codes[key].graphs >= MOST_SHARED:
+                codes[key] = self._new_code(compiled, may_retain)
+            return codes[key]
+
+        calls = [self._piece(compiled, partial(code, key), *layers) for layers, key in self._pieces]
+        compiled.call = self._layered[1](calls) if self._layered else calls[0]
+        return compiled
+
+    @staticmethod
+    def _piece(compiled: _Compiled, find: Callable[[], _Code], *layers: nn.Module) -> Callable[..., Any]:
+        """What calls ``layers``, one after the other, with code that it finds when it first runs."""
+        code: _Code | None = None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal code
+            code = code or find()
+            if not torch.is_grad_enabled():
+                # What the stage receives may require a gradient; what layers give each other here does not.
+                args = tuple([each.detach() if isinstance(each, Tensor) else each for each in args])
+            if compiled.batch is not None:
+                _mark_batch((args, kwargs), *compiled.batch)
+            return code.call(layers, *args, **kwargs)
+
+        return call
+
+    def _new_code(self, compiled: _Compiled, may_retain: bool) -> _Code:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             compiled.graphs += 1
+            code.graphs += 1
             wanted = {"force_non_lazy_backward_lowering": True, "donated_buffer": not may_retain}
             hold_up(True)
             try:
@@ -193,16 +265,15 @@ class StageCompiler:
             return counted
 
         option = self._option
-        compiled.call = torch.compile(
-            compiled.call, fullgraph=option.fullgraph, dynamic=option.dynamic, backend=backend
-        )
-        return compiled
+        own = _own_code(self._stage)
+        code = _Code(torch.compile(own, fullgraph=option.fullgraph, dynamic=option.dynamic, backend=backend))
+        return code
 
     def _call(self, compiled: _Compiled, received: Received, notes: list[Compilation]) -> Mapping[int, Any]:
         graphs, runs, began = compiled.graphs, compiled.runs, time.perf_counter()
         broken = break_reasons() if not self._option.fullgraph else {}
         try:
-            sent = compiled.call(self._module, received)
+            sent = compiled.call(received)
         except Exception as error:
             if (why := compiler_error(error)) is not None:
                 raise CompileError(self._stage, why) from error
@@ -247,12 +318,46 @@ def _new_breaks(before: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(reason for reason, count in break_reasons().items() if count > before.get(reason, 0))
 
 
-def _own_code(stage: int) -> Callable[[nn.Module, Received], Mapping[int, Any]]:
+MOST_SHARED = 3
+"""Graphs of one code after which the next layer gets another. The compiler gives up a code of which it has made 8."""
+
+
+def _pieces(layers: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], object]]:
+    """What of a stage is compiled by itself, in order: one layer with a key, equal for those that share code, or
+    consecutive others with ``None``.
+
+    Layers share code if they have modules inside, of the same classes and with parameters of the same shapes.
+    """
+    keys = [_likeness(layer) for layer in layers]
+    pieces: list[tuple[list[nn.Module], object]] = []
+    for layer, key in zip(layers, keys, strict=True):
+        if keys.count(key) > 1 and any(True for _ in layer.children()):
+            pieces.append(([layer], key))
+        elif pieces and pieces[-1][1] is None:
+            pieces[-1][0].append(layer)
+        else:
+            pieces.append(([layer], None))
+    return [(tuple(run), key) for run, key in pieces]
+
+
+def _likeness(layer: nn.Module) -> object:
+    """Equal for layers that compute the same with other parameters, as far as their modules tell."""
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return (
+        tuple([(name, type(module), module.extra_repr()) for name, module in layer.named_modules()]),
+        tuple([(name, each.shape, each.dtype, each.requires_grad) for name, each in tensors]),
+    )
+
+
+def _own_code(stage: int) -> Callable[..., Any]:
     """A function with code of its own, by which the compiler keeps what it has compiled."""
 
-    def call(module: nn.Module, received: Received) -> Mapping[int, Any]:
-        sent: Mapping[int, Any] = module(received)
-        return sent
+    def call(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        first, *others = layers
+        value = first(*args, **kwargs)
+        for layer in others:
+            value = layer(value)
+        return value
 
     call.__code__ = call.__code__.replace(co_name=f"stage_{stage}_{next(_numbers)}")
     return call
@@ -261,13 +366,17 @@ def _own_code(stage: int) -> Callable[[nn.Module, Received], Mapping[int, Any]]:
 _numbers = itertools.count()
 
 
-def _inner_backend(option: CompileOption) -> Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]:
+def _inner_backend(
+    option: CompileOption, *, on_cpu: bool
+) -> Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]:
     """What compiles a graph."""
     options = dict(option.options or {})
     try:
         if option.backend == "inductor" and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-            # One thread of this process: a pool of the compiler's own would be a pool for each worker, and outlive it.
-            options.setdefault("compile_threads", 1)
+            # On a CPU, threads that start C++ compilers, and end with the compilation (``end_compiler_threads``). On an
+            # accelerator it would be a pool of processes in each worker, which takes seconds to start and outlives the
+            # pipeline.
+            options.setdefault("compile_threads", min(len(os.sched_getaffinity(0)), 8) if on_cpu else 1)
         return compile_backend(option.backend, option.mode, options, option.dynamic)
     except (RuntimeError, ValueError, ImportError) as error:
         raise OptionError(f"compile: {error}") from error
@@ -294,15 +403,15 @@ def check_compiler(option: CompileOption, devices: Sequence[Device]) -> None:
         )
 
 
-def _mark_batch(received: Received, dim: int, size: int) -> None:
-    """Have the batch dimension of what the stage receives be any size; one of 1 is always compiled by itself."""
-    for tensor in tree_leaves(dict(received)):
+def _mark_batch(values: Any, dim: int, size: int) -> None:
+    """Have the batch dimension of ``values`` be any size; one of 1 is always compiled by itself."""
+    for tensor in tree_leaves(values):
         if isinstance(tensor, Tensor) and tensor.dim() > dim and tensor.shape[dim] == size > 1:
             mark_dynamic(tensor, dim)
 
 
 def _backward_graphs(sent: Mapping[int, Any]) -> int:
-    """How many nodes of the compiler are behind what a stage sends."""
+    """How many graphs of the compiler have nodes behind what a stage sends."""
     waiting = [value.grad_fn for value in tree_leaves(dict(sent)) if isinstance(value, Tensor) and value.grad_fn]
     seen = set(waiting)
     while waiting:
@@ -310,4 +419,4 @@ def _backward_graphs(sent: Mapping[int, Any]) -> int:
             if child is not None and child not in seen:
                 seen.add(child)
                 waiting.append(child)
-    return sum("CompiledFunction" in node.name() for node in seen)
+    return len({type(node) for node in seen if "CompiledFunction" in node.name()})
