@@ -1,18 +1,20 @@
 """What a task costs on the host: processor time of F, B and C beyond what torch takes for the same calls.
 
-Three equal stages, each on a logical device of its own; the tasks of the middle one are measured, so that no loss and
-no batch of the caller's is among them. A *task* is the processor time of the device's thread, from before the task is
-bound to after its function has returned. *torch* is what of it the stage's module takes in a forward, and autograd's
-engine in a backward. *beyond* is the difference: Python around them. Of a copy all is beyond.
+Three equal stages on one device, whose thread nothing disturbs; the tasks of the middle one are measured, so that no
+loss and no batch of the caller's is among them. With *three lanes* each stage is on a logical device of its own, and
+their threads share the interpreter's lock. A *task* is the processor time of the device's thread, from before the task
+is bound to after its function has returned. *torch* is what of it the stage's module takes in a forward, and
+autograd's engine in a backward. *beyond* is the difference: Python around them. Of a copy all is beyond.
 
 Around that, *the runtime* is the rest of the processor time of the devices' threads, and *completions* that of the
 threads which wait for what a device has done, both by task.
 
 The *parts* are measured one by one, in a loop: what a task does once or several times. They need not add up.
 
-*streams* is an accelerator whose tensors are those of the CPU, and whose streams, events and generator are the emulated
-ones of ``tests/emulated``: the host does what it does for a GPU, and kernels cost what they cost on a CPU. It is
-measured in a process of its own. Emulated streams are written in Python, and cost something else than CUDA's.
+*streams* are three accelerators whose tensors are those of the CPU, and whose streams, events and generators are the
+emulated ones of ``tests/emulated``: the host does what it does for GPUs, and kernels cost what they cost on a CPU. With
+*shared* they are logical devices of one accelerator, whose tasks take turns at its generator. Both are measured in
+processes of their own. Emulated streams are written in Python, and cost something else than CUDA's.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from torch import Tensor, nn
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import markdown, one_intra_op_thread
 
-__all__ = ["run", "show"]
+__all__ = ["as_json", "emulate", "run", "show"]
 
 WIDTH, ROWS = 64, 4
 MICROBATCHES = 16
@@ -53,9 +55,9 @@ CASES: dict[str, Callable[[], list[nn.Module]]] = {
 def run(progress: Progress, *, device: str | None = None, steps: int = 40) -> Figures:
     """Medians over the tasks of ``steps``, on a CPU and on emulated streams, or on ``device`` alone (``cuda:0``)."""
     found = {}
-    for where in ["cpu", "streams"] if device is None else [device]:
+    for where in ["cpu", "streams", "shared"] if device is None else [device]:
         progress(f"tasks on {where}")
-        found[where] = _in_a_process(steps) if where == "streams" else measure(where, steps)
+        found[where] = _in_a_process(where, steps) if where in ("streams", "shared") else measure(where, steps)
     tasks = [{"task": f"{where}, {row.pop('task')}", **row} for where, (rows, _) in found.items() for row in rows]
     parts = [{"part": f"{where}, {name}", "us_a_call": us} for where, (_, each) in found.items() for name, us in each]
     return {"steps": steps, "tasks": tasks, "parts": parts}
@@ -70,11 +72,14 @@ show = markdown(
 def measure(device: str, steps: int) -> tuple[list[dict[str, Any]], list[tuple[str, float]]]:
     """Rows of tasks, and pairs of a part's name and its µs."""
     with one_intra_op_thread():
-        return [row for case in CASES for row in _case(device, case, steps)], list(_parts(device))
+        rows = [*_case(device, "plain", steps, lanes=3)]
+        if device == "shared":
+            return rows, []
+        return [*(row for case in CASES for row in _case(device, case, steps)), *rows], [*_parts(device)]
 
 
-def _in_a_process(steps: int) -> Any:
-    code = f"from benchmarks import task_cost; task_cost.emulate(); print(task_cost.as_json('streams', {steps}))"
+def _in_a_process(device: str, steps: int) -> Any:
+    code = f"from benchmarks.task_cost import *; emulate({device == 'shared'}); print(as_json({device!r}, {steps}))"
     done = subprocess.run(  # noqa: S603 - its own code
         [sys.executable, "-c", code],
         env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
@@ -90,7 +95,15 @@ def as_json(device: str, steps: int) -> str:
     return json.dumps(measure(device, steps))
 
 
-def emulate() -> None:
+class _LockOfThread(threading.local):
+    """A lock for each thread."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.acquire, self.release = lock.acquire, lock.release
+
+
+def emulate(shared: bool) -> None:
     """From now on the CPU is an accelerator: its tensors are made on emulated streams."""
     from asyncpipe.ops.device import devices
 
@@ -100,12 +113,15 @@ def emulate() -> None:
 
     real = torch.get_device_module
     module = SimpleNamespace(**vars(real("emu")))
-    module.default_generators = {None: torch.Generator()}
+    module.default_generators = {None: module.default_generators[0]}
 
     def chosen(device: Any) -> Any:
         return module if torch.device(device).type == "cpu" else real(device)
 
     torch.get_device_module = chosen  # type: ignore[assignment]
+    if not shared:
+        turns: Any = importlib.import_module("asyncpipe.ops.device.generator_turns")
+        turns.threading = SimpleNamespace(Lock=_LockOfThread)
 
 
 def _names(device: str) -> list[str]:
@@ -134,14 +150,15 @@ class _Stage(nn.Sequential):
         return output
 
 
-def _case(device: str, case: str, steps: int) -> Iterator[dict[str, Any]]:
+def _case(device: str, case: str, steps: int, lanes: int = 1) -> Iterator[dict[str, Any]]:
     from asyncpipe.pipeline.pipeline import Pipeline
 
     torch.manual_seed(0)
-    names, x = _names(device), torch.randn(ROWS * MICROBATCHES, WIDTH)
+    names, x = _names(device)[:lanes], torch.randn(ROWS * MICROBATCHES, WIDTH)
     inner, spent = [0], defaultdict[str, list[tuple[int, int]]](list)
     model = nn.Sequential(_Stage(case, [0]), _Stage(case, inner), _Stage(case, [0]))
-    options: Any = {"microbatches": MICROBATCHES, "checkpoint": "never", "schedule": "1f1b", "balance": [1] * 3}
+    options: Any = {"microbatches": MICROBATCHES, "checkpoint": "never", "balance": [1] * 3}
+    options["schedule"] = "interleaved" if lanes == 1 else "1f1b"
     with Pipeline(model, names, loss_fn=_loss, **options).sync() as pipe:
 
         def step() -> int:
@@ -162,15 +179,10 @@ def _case(device: str, case: str, steps: int) -> Iterator[dict[str, Any]]:
             threads["completions" in name] += us - before.get((thread, name), 0.0)
     inside = sum(took for each in spent.values() for took, _ in each) / 1e3
     around = {"us_of_the_runtime": (threads[False] - inside) / tasks, "us_of_completions": threads[True] / tasks}
-    for kind in "FBC":
+    for kind in "FBC" if lanes == 3 else "FB":
         task, torchs = (median(each) / 1e3 for each in zip(*spent[kind], strict=True))
-        yield {
-            "task": f"{case}: {kind}",
-            "us_a_task": task,
-            "us_of_torch": torchs,
-            "us_beyond": task - torchs,
-            **around,
-        }
+        about = {"task": f"{case if lanes == 1 else 'three lanes'}: {kind}"}
+        yield about | {"us_a_task": task, "us_of_torch": torchs, "us_beyond": task - torchs} | around
 
 
 def _loss(output: Tensor) -> Tensor:

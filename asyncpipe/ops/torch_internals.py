@@ -58,7 +58,8 @@ INTERNALS = (
     Internals(
         "_C.DispatchKey.Python _C._TorchDispatchModeKey.FAKE _C._TorchDispatchModeKey.FUNCTIONAL "
         "_C._TorchDispatchModeKey.PROXY _C._dispatch_get_all_op_names _C._dispatch_has_kernel_for_dispatch_key "
-        "_C._dispatch_key_parse _C._dispatch_keyset_full_after _C._dispatch_tls_set_dispatch_key_included "
+        "_C._dispatch_key_parse _C._dispatch_keyset_full_after _C._dispatch_tls_is_dispatch_key_excluded "
+        "_C._dispatch_tls_set_dispatch_key_included ._op "
         "_C._get_dispatch_mode _C._get_obj_in_tls _C._is_key_in_tls _C._jit_get_all_schemas _C._stash_obj_in_tls "
         "_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _ops._higher_order_ops",
         "draws on a CPU thread come from generators of the task, by a dispatch key that torch uses in its own tests",
@@ -304,6 +305,7 @@ class DrawsKey:
         self._mode_of: Callable[[Any], object] = torch._C._get_dispatch_mode
         modes = torch._C._TorchDispatchModeKey
         self._tracing = [modes.FAKE, modes.PROXY, modes.FUNCTIONAL]
+        self._is_off: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
         self._switch: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
         self._has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
         self._higher = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, torch._ops._higher_order_ops
@@ -346,9 +348,29 @@ class DrawsKey:
         """Whether a dispatch mode, or a tensor with ``__torch_dispatch__``, comes next."""
         return bool(keys.has(self._python))
 
-    def is_tracing(self, keys: Any) -> bool:
-        """Whether the operator is not computed, but recorded: a generator must not get into the recording."""
-        return self.runs_python(keys) and any(self._mode_of(mode) is not None for mode in self._tracing)
+    def is_tracing(self, keys: Any = None) -> bool:
+        """Whether the operator is not computed, but recorded: a generator must not get into the recording.
+
+        Without ``keys`` for what Python code calls.
+        """
+        return (keys is None or self.runs_python(keys)) and any(
+            self._mode_of(mode) is not None for mode in self._tracing
+        )
+
+    def is_off_in_python(self) -> bool:
+        """Whether this thread is in code of a dispatch mode or of ``__torch_dispatch__``, which calls no kernel."""
+        return self._is_off(self.key)
+
+    def wrap_python_calls(self, operator: Any, call: Callable[..., Any]) -> None:
+        """From now on, ``operator(...)`` in Python is ``call(function, ...)`` with the function that it was."""
+        operator._op = _SameHash(call, operator._op)
+
+
+class _SameHash(partial[Any]):
+    """Has the hash of its first argument: that is the hash of the operator that calls it, which is in tables."""
+
+    def __hash__(self) -> int:
+        return hash(self.args[0])
 
 
 def _draws_key() -> DrawsKey | None:

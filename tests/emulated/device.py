@@ -36,6 +36,7 @@ from asyncpipe.ops.device import devices
 devices.ACCELERATORS = (*devices.ACCELERATORS, "emu")
 
 from asyncpipe.ops.device import copies  # noqa: E402
+from asyncpipe.ops.torch_internals import thread_slot  # noqa: E402
 
 DEVICES = 1
 
@@ -226,6 +227,54 @@ class Event:
 def device_time(at=None):
     """Seconds of the device's clock, which has an origin and a pace of its own; now, or at a time of the host's."""
     return (time.perf_counter() if at is None else at) * (1 + _state.drift) + _state.offset
+
+
+_own_draws = thread_slot()
+
+
+class Philox:
+    """A device's default generator: a seed, and how far it is. Kernels draw from both, and move it on."""
+
+    device = SimpleNamespace(type="emu")
+
+    def __init__(self):
+        self.seed, self.offset = 0, 0
+
+    def manual_seed(self, seed):
+        self.seed, self.offset = seed, 0
+        return self
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+    def get_state(self):
+        return torch.tensor([self.seed, self.offset])
+
+    def set_state(self, state):
+        self.seed, self.offset = state.tolist()
+
+    @contextmanager
+    def drawing(self, op):
+        """The kernels of the CPU draw as this one would."""
+        if torch.Tag.nondeterministic_seeded not in op.tags:
+            yield
+            return
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(hash((self.seed, self.offset)))
+        own = _own_draws.get()
+        _own_draws.put(None)  # They do not draw from what the thread draws from on a CPU.
+        try:
+            yield
+        finally:
+            _own_draws.put(own)
+            self.offset += 4
+            torch.default_generator.set_state(state)
 
 
 _defaults: list[Stream] = []
@@ -431,7 +480,8 @@ def _kernel(op, *args, **kwargs):
         number = stream.launch()
         written = _written(op, args, kwargs)
         same = {id(_inner(tensor)): tensor for tensor in flat}
-        out = op(*tree_map(_inner, _with_offset(name, args)), **tree_map(_inner, kwargs))
+        with torch.emu.default_generators[0].drawing(op):
+            out = op(*tree_map(_inner, _with_offset(name, args)), **tree_map(_inner, kwargs))
         counts = True
         if is_view and not out.is_contiguous():
             # torch sees tensors without gaps, so it would take the strides of a view of this view from those.
@@ -513,7 +563,7 @@ class _Module(SimpleNamespace):
 def _install():
     module = _Module(
         Stream=Stream, Event=Event, current_stream=current_stream, default_stream=default_stream, stream=stream,
-        default_generators=[torch.Generator()],
+        default_generators=[Philox()],
         set_stream=set_stream, set_device=lambda device: None, synchronize=synchronize, is_initialized=lambda: True,
         is_available=lambda: True,
         current_device=lambda: _index(None), _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None,

@@ -49,7 +49,7 @@ class StepNotes:
     workers: dict[str, WorkerNotes] = field(default_factory=dict)
     """Those that ran a part of the step, by name."""
     drew: set[int] = field(default_factory=set)
-    """The stages that drew random numbers; of an accelerator's own numbers, those of the first micro-batch count."""
+    """The stages that drew random numbers."""
     compilations: list[Compilation] = field(default_factory=list)
     """What was compiled meanwhile. It is no part of what tasks take: such a task begins when it has been compiled."""
     why_workers: str = ""

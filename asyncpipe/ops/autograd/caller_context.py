@@ -84,7 +84,9 @@ class CallerContext:
         Every task enters a new autocast, which clears the cache of cast weights at its end. Otherwise a recomputation
         could use a cast that its first run made under ``no_grad``, and that has no graph.
         """
-        return _NOTHING if self.is_plain else self._entered()
+        if self.inference or self.device:
+            return self._entered()
+        return _Autocasts(self) if self.autocasts else _NOTHING
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -93,6 +95,33 @@ class CallerContext:
                 stack.enter_context(torch.inference_mode())
             if self.device is not None:
                 stack.enter_context(self.device)
-            for kind, dtype in self.autocasts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            if self.autocasts:
+                stack.enter_context(_Autocasts(self))
             yield
+
+
+class _Autocasts:
+    """As ``torch.autocast`` of each type of device, without what that checks: the caller has entered the same."""
+
+    __slots__ = ("_before", "_cache", "_context")
+
+    def __init__(self, context: CallerContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        casts = self._context.autocasts
+        self._cache = torch.is_autocast_cache_enabled()
+        self._before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, _ in casts]
+        torch.autocast_increment_nesting()
+        torch.set_autocast_cache_enabled(self._context.autocast_cache)
+        for kind, dtype in casts:
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, dtype)
+
+    def __exit__(self, *_: object) -> None:
+        if not torch.autocast_decrement_nesting():
+            torch.clear_autocast_cache()
+        for kind, enabled, dtype in self._before:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._cache)

@@ -42,8 +42,9 @@ _slot = thread_slot()
 # Looked up once: entering and leaving is on the path of every task.
 _get, _put = _slot.get, _slot.put
 
-_CALLS_ANOTHER = frozenset("native_dropout rand rand_like randint randint_like randn randn_like randperm".split())
-"""Operators that have overloads without a generator, and call another operator to draw."""
+_CALLS_ANOTHER = frozenset("rand rand_like randint randint_like randn randn_like randperm".split())
+"""Operators that have overloads without a generator, and call another operator to draw. (``native_dropout`` does so,
+too, but on an accelerator it is in every layer and draws itself, so it has no kernel here.)"""
 
 
 class OwnDraws:
@@ -128,6 +129,7 @@ def _register(key: DrawsKey) -> None:
     with _lock:
         if not _libraries:
             _libraries.extend(key.register(kernel_for))
+            key.wrap_python_calls(torch.ops.aten.native_dropout.default, _lending_inside_python(key))
 
 
 def _filling_in(key: DrawsKey, positional: list[str]) -> Callable[..., Any]:
@@ -136,12 +138,14 @@ def _filling_in(key: DrawsKey, positional: list[str]) -> Callable[..., Any]:
 
     def kernel(operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[place] if len(args) > place else kwargs.get("generator")
-        draws = own_draws()
+        draws = _get()
         if draws is not None and (given is None or is_default_generator(given)) and not key.is_tracing(keys):
-            device = next((v.device for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
-            own = device and draws.generator(device)
+            first = args[0] if args else None
+            if not isinstance(first, Tensor):
+                first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            own = None if first is None else draws.generator(first.device)
             if own is not None:
-                args, kwargs = args[:place], {**kwargs, "generator": own}
+                args, kwargs["generator"] = args[:place], own
         return key.redispatch(operator, keys, *args, **kwargs)
 
     return kernel
@@ -151,13 +155,24 @@ def _lending(key: DrawsKey) -> Callable[..., Any]:
     """The kernel for an operator without a generator that calls one with it, perhaps through Python code."""
 
     def kernel(operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        own = _cpu_generator(own_draws())
-        if own is torch.default_generator or not key.runs_python(keys) or key.is_tracing(keys):
+        if not key.runs_python(keys) or key.is_tracing(keys):
             return key.redispatch(operator, keys, *args, **kwargs)
-        with _lent(own):
+        with _lent(_cpu_generator(own_draws())):
             return key.redispatch(operator, keys, *args, **kwargs)
 
     return kernel
+
+
+def _lending_inside_python(key: DrawsKey) -> Callable[..., Any]:
+    """The same for one without a kernel: around its call by a dispatch mode or ``__torch_dispatch__``."""
+
+    def call(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _get() is None or not key.is_off_in_python() or key.is_tracing():
+            return operator(*args, **kwargs)
+        with _lent(_cpu_generator(own_draws())):
+            return operator(*args, **kwargs)
+
+    return call
 
 
 _lending_lock = threading.RLock()
@@ -167,6 +182,9 @@ _lending_lock = threading.RLock()
 def _lent(own: torch.Generator) -> Iterator[None]:
     """The default generator draws what ``own`` would."""
     default = torch.default_generator
+    if own is default:
+        yield
+        return
     with _lending_lock:
         outside = default.get_state()
         default.set_state(own.get_state())

@@ -8,7 +8,8 @@ that rewinds them would rewind them for every thread. So every micro-batch has i
   for each other. Those of a device share what they enter (``DeviceDraws``), which goes from stream to stream, so a task
   that draws nothing pays for a number.
 - On an accelerator, the task seeds the device's default generator, while no other task is issued to that device
-  (``ops/device/generator_turns``).
+  (``ops/device/generator_turns``). Whether it will draw is not known before: kernels of extensions and replays of CUDA
+  graphs draw as well, and ``torch.utils.checkpoint`` sets the generator back. Seeding takes a microsecond.
 
 ``torch.utils.checkpoint`` inside a stage keeps and sets the state of the stream, in a backward that of the backward's.
 
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
+_NOTHING = nullcontext()
 
 
 def draw_step_seed(generator: torch.Generator | None = None) -> int:
@@ -98,43 +100,33 @@ class RandomStream(OwnDraws):
         return states
 
 
-class _StreamWithTurn(RandomStream):
-    """The same for a task on an accelerator: its default generator is the stream's meanwhile."""
+class _HasTurn(RandomStream):
+    """The same for an accelerator: its default generator is the stream's while a task has the turn."""
 
-    def __init__(self, turn: GeneratorTurn, *key: int) -> None:
-        super().__init__(*key)
-        self._turn = turn
-        self._has_turn = False
+    _turn: GeneratorTurn
+    _has_turn = False
 
     def __enter__(self) -> Self:
+        # A task inside another one, on the same thread.
         self._outer_turn = turns_paused()
         self._outer_turn.__enter__()
-        self._turn.acquire(self.seed)
-        self._has_turn = True
-        if not self._key[1]:
-            self._unused = self._turn.generator.get_state()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self._outer_turn.__exit__(None, None, None)
+
+    def _take(self) -> None:
+        self._turn.acquire(self.seed)
+        self._has_turn = True
+
+    def _give(self) -> None:
         self._has_turn = False
         self._turn.release()
-        self._outer_turn.__exit__(None, None, None)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """A generator of the stream, for other devices than the task's own."""
         return None if device == self._turn.device else super().generator(device)
-
-    @property
-    def has_drawn(self) -> bool:
-        """As for a CPU; of the default generator, only a task of micro-batch 0 knows: it costs a look at its state."""
-        if super().has_drawn or self._key[1]:
-            return super().has_drawn
-        return not torch.equal(self._turn.generator.get_state(), self._unused)
-
-    def drawn(self) -> list[Tensor]:
-        """As for a CPU, with the state of the default generator."""
-        return [*super().drawn(), self._turn.generator.get_state()]
 
     @contextmanager
     def turn_paused(self) -> Iterator[None]:
@@ -143,16 +135,42 @@ class _StreamWithTurn(RandomStream):
             yield
             return
         self._has_turn = False
-        state = self._turn.release()
+        place = self._turn.release()
         try:
             yield
         finally:
-            self._turn.acquire(state)
+            self._turn.acquire(place)
             self._has_turn = True
 
 
+class _StreamWithTurn(_HasTurn):
+    """The draws of one task on an accelerator."""
+
+    def __init__(self, turn: GeneratorTurn, *key: int) -> None:
+        super().__init__(*key)
+        self._turn = turn
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._take()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._give()
+        super().__exit__(*error)
+
+    @property
+    def has_drawn(self) -> bool:
+        """As for a CPU, or from the default generator."""
+        return super().has_drawn or self._turn.has_drawn()
+
+    def drawn(self) -> list[Tensor]:
+        """As for a CPU, with the state of the default generator."""
+        return [*super().drawn(), self._turn.generator.get_state()]
+
+
 class DeviceDraws(RandomStream):
-    """The streams of the tasks of one CPU device in one step: entered around all of them, and told which one begins."""
+    """The streams of the tasks of one device in one step: entered around all of them, and told which one begins."""
 
     __slots__ = ("_drew", "_is_drawing", "_step_seed")
 
@@ -163,12 +181,13 @@ class DeviceDraws(RandomStream):
         self._drew = drew
         self._is_drawing = False
 
-    def begin(self, microbatch: int, stage: int, branch: int = 0) -> None:
-        """From now on, draw from this stream, from its start."""
+    def during(self, microbatch: int, stage: int, branch: int = 0) -> AbstractContextManager[object]:
+        """From now on, draw from this stream, from its start; the context of its task, to be entered at once."""
         self._key = self._step_seed, microbatch, stage, branch
         self._is_drawing = True
         if self._generators:
             self._generators = {}
+        return _NOTHING
 
     def pause(self) -> None:
         """From now on, draw from the default generators: the task that begins has no micro-batch."""
@@ -178,16 +197,54 @@ class DeviceDraws(RandomStream):
         """A generator of the stream of the task that has begun."""
         if not self._is_drawing:
             return None
+        if (found := self._generators.get(device)) is not None:
+            return found
         self._drew.add(self._key[2])
         return super().generator(device)
 
 
-def device_draws(step_seed: int, device: torch.device, drew: set[int]) -> DeviceDraws | None:
-    """The streams of the tasks of a logical device on ``device``; ``None`` where each task enters its own.
+class _DeviceDrawsWithTurn(DeviceDraws, _HasTurn):
+    """The same for an accelerator, at whose default generator each task has a turn."""
 
-    ``drew`` gets the stages that draw.
-    """
-    return DeviceDraws(step_seed, drew) if turn_of(device) is None else None
+    def __init__(self, step_seed: int, drew: set[int], turn: GeneratorTurn) -> None:
+        super().__init__(step_seed, drew)
+        self._turn = turn
+
+    def during(self, microbatch: int, stage: int, branch: int = 0) -> AbstractContextManager[object]:
+        super().during(microbatch, stage, branch)
+        self._take()
+        return _Turn(self)
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        return None if device == self._turn.device else super().generator(device)
+
+    def end(self) -> None:
+        """The task is at its end."""
+        stage = self._key[2]
+        if stage not in self._drew and self._turn.has_drawn():
+            self._drew.add(stage)
+        self._give()
+
+
+class _Turn:
+    """The context of a task that has the turn already."""
+
+    __slots__ = ("_draws",)
+
+    def __init__(self, draws: _DeviceDrawsWithTurn) -> None:
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._draws.end()
+
+
+def device_draws(step_seed: int, device: torch.device, drew: set[int]) -> DeviceDraws:
+    """The streams of the tasks of a logical device on ``device``. ``drew`` gets the stages that draw."""
+    turn = turn_of(device)
+    return DeviceDraws(step_seed, drew) if turn is None else _DeviceDrawsWithTurn(step_seed, drew, turn)
 
 
 def random_stream(step_seed: int, microbatch: int, stage: int, device: torch.device, branch: int = 0) -> RandomStream:
@@ -201,7 +258,7 @@ def random_stream(step_seed: int, microbatch: int, stage: int, device: torch.dev
 def turns_paused() -> AbstractContextManager[None]:
     """For what a task calls and waits for, such as a pipeline in a loss function: others may need the task's turn."""
     draws = own_draws()
-    return draws.turn_paused() if isinstance(draws, _StreamWithTurn) else nullcontext()
+    return draws.turn_paused() if isinstance(draws, _HasTurn) else _NOTHING
 
 
 def check_repeated(stage: int, first: Sequence[Tensor], again: Sequence[Tensor]) -> None:

@@ -63,7 +63,8 @@ class Copier:
             # Hazard: the side stream reads memory allocated on the producer's stream. If the tensor is freed
             # meanwhile, that memory must not be reused before the copy is done.
             side.keep(tensor for tensor in tensors if tensor is not None)
-        with nullcontext() if side is None else side.use(), self._lane.use():
+        is_here = side is None and all(tensor is None or tensor.device == self._lane.device for tensor in tensors)
+        with nullcontext() if side is None else side.use(), nullcontext() if is_here else self._lane.use():
             moved = [None if tensor is None else _queue_copy(tensor, self._lane.device) for tensor in tensors]
         # Hazard: the compute stream reads memory allocated on the copy stream (or, if passed on without a copy, on
         # another compute stream). It must not be reused before that read is done.

@@ -22,6 +22,10 @@ from asyncpipe.ops.torch_internals import DRAWS
 __all__ = ["GeneratorTurn", "turn_of"]
 
 
+Place = tuple[int, int] | Tensor
+"""Where a generator is: the seed and the offset of Philox, or the state of one that has none."""
+
+
 class GeneratorTurn:
     """One thread at a time sets ``generator``, the default one of ``device``, and draws from it."""
 
@@ -29,25 +33,49 @@ class GeneratorTurn:
         self.device = device
         self.generator = generator
         self._lock = threading.Lock()
-        self._outside: Tensor
-        """The state in which the generator was found."""
+        self._is_philox = generator.device.type != "cpu"
+        self._begun: Place
+        """Where the turn began."""
+        self._outside: Place
+        """Where the generator was found."""
 
-    def acquire(self, state: Tensor | int) -> None:
-        """Wait for the turn; then set the generator to a seed or a state."""
+    def acquire(self, place: Place | int) -> None:
+        """Wait for the turn; then set the generator to a seed or a place."""
         self._lock.acquire()
-        self._outside = self.generator.get_state()
-        if isinstance(state, int):
+        self._outside = self.place()
+        if isinstance(place, int):
             # This also makes cuDNN's recurrent layers draw a new seed for their dropout, from the CPU's generator.
-            self.generator.manual_seed(state)
+            self.generator.manual_seed(place)
+            self._begun = (place, 0) if self._is_philox else self.place()
         else:
-            self.generator.set_state(state)
+            self._set(place)
+            self._begun = place
 
-    def release(self) -> Tensor:
-        """End the turn; the generator's state before, for ``acquire`` to go on from."""
-        state = self.generator.get_state()
-        self.generator.set_state(self._outside)
+    def release(self) -> Place:
+        """End the turn; where the generator was, for ``acquire`` to go on from."""
+        place = self.place()
+        self._set(self._outside)
         self._lock.release()
-        return state
+        return place
+
+    def place(self) -> Place:
+        """Where the generator is now. Of Philox two numbers say it, without a tensor."""
+        generator = self.generator
+        return (generator.initial_seed(), generator.get_offset()) if self._is_philox else generator.get_state()
+
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn in this turn."""
+        place, begun = self.place(), self._begun
+        if isinstance(place, Tensor) and isinstance(begun, Tensor):
+            return not torch.equal(place, begun)
+        return place != begun
+
+    def _set(self, place: Place) -> None:
+        if isinstance(place, Tensor):
+            self.generator.set_state(place)
+        else:
+            self.generator.manual_seed(place[0])
+            self.generator.set_offset(place[1])
 
 
 _turns: dict[torch.device, GeneratorTurn] = {}

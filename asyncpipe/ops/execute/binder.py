@@ -112,7 +112,7 @@ class Binder:
         drew = self.notes.drew
         streams = resources.streams
         self._draws = {lane.device: device_draws(plan.seed, streams[lane].device, drew) for lane in graph.lanes}
-        """What the tasks of each device draw from, where they share that."""
+        """What the tasks of each device draw from."""
         self._compute_of = StageCompute(
             *(graph, plan, tensors, resources.stages, streams, resources.copiers, context),
             *(self._draws, self.notes, self._offloads),
@@ -223,7 +223,8 @@ class Binder:
         side = copier.side(tensors)
         # A copy from an accelerator to the CPU is done when its side stream is, every other copy when its lane is.
         stream = side if side is not None and not isinstance(lane, AcceleratorStream) else lane
-        with lane.use(), torch.no_grad():
+        # Tied tensors are read and written here. For those of a micro-batch the copier makes its lane current.
+        with lane.use() if task.microbatch == WHOLE_STEP or side is not None else _NOTHING, torch.no_grad():
             self._await_dependencies(task, stream)
             if side is not None and side is not stream:
                 self._await_dependencies(task, side)
@@ -304,8 +305,7 @@ class Binder:
 
     def _pause_draws(self, task: Task) -> None:
         """An optimizer draws from the default generators."""
-        if (draws := self._draws[task.lane.device]) is not None:
-            draws.pause()
+        self._draws[task.lane.device].pause()
 
     def _sum(self, task: Task) -> None:
         """Add the gradients of replicas to those of this stage's parameters, in the order of the stages."""

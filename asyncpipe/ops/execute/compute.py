@@ -19,7 +19,7 @@ from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.checkpoint import checkpoint
-from asyncpipe.ops.autograd.random_streams import DeviceDraws, random_stream
+from asyncpipe.ops.autograd.random_streams import DeviceDraws
 from asyncpipe.ops.autograd.run_backward import as_of, run_backward
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import Copier
@@ -52,11 +52,11 @@ class StageCompute:
         streams: Mapping[Lane, LaneStream],
         copiers: Mapping[Lane, Copier],
         context: CallerContext,
-        draws: Mapping[str, DeviceDraws | None],
+        draws: Mapping[str, DeviceDraws],
         notes: StepNotes,
         offloads: OffloadedGraph,
     ) -> None:
-        """``draws``: by device, what its tasks draw from, if they share that. ``notes`` get what is seen of stages."""
+        """``draws``: by device, what its tasks draw from. ``notes`` get what is seen of stages."""
         self.stages = stages
         self._rows = graph.rows
         self._plan = plan
@@ -278,11 +278,7 @@ class StageCompute:
     def _draws(self, task: Task, branch: int) -> AbstractContextManager[object]:
         """What a backward draws from. torch's checkpoint, inside a stage, sets the state of its forward there."""
         setup = self._setups[task.stage]
-        if setup.draws is not None:
-            setup.draws.begin(task.microbatch, setup.stage.position, branch)
-            return _NOTHING
-        device = setup.stage.device.physical
-        return random_stream(self._plan.seed, task.microbatch, setup.stage.position, device, branch)
+        return setup.draws.during(task.microbatch, setup.stage.position, branch)
 
     def _without_hooks(self, j: int) -> AbstractContextManager[None]:
         """Disables hooks of the stage's parameters that had them when its first backward of this step began."""

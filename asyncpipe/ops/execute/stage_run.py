@@ -42,9 +42,9 @@ class StageSetup:
     __slots__ = ("call", "context", "draws", "is_plain", "is_repeated", "kind", "notes", "plan", "stage")
 
     def __init__(
-        self, stage: Stage, plan: StepPlan, context: CallerContext, draws: DeviceDraws | None, notes: StepNotes
+        self, stage: Stage, plan: StepPlan, context: CallerContext, draws: DeviceDraws, notes: StepNotes
     ) -> None:
-        """``draws`` is what the stage's device draws from, if its tasks share that."""
+        """``draws`` is what the tasks of the stage's device draw from."""
         self.notes = notes
         self.stage = stage
         self.plan = plan
@@ -52,7 +52,7 @@ class StageSetup:
         self.draws = draws
         self.is_repeated = plan.training and plan.checkpoint is not CheckpointMode.NEVER
         """Whether forwards are recomputed."""
-        self.is_plain = not self.is_repeated and draws is not None and context.is_plain and not stage.buffers.watches
+        self.is_plain = not self.is_repeated and context.is_plain and not stage.buffers.watches
         """Whether a forward is a mere call of the stage: nothing is to be entered around it, kept or compared."""
         self.call = stage.module.function()
         """What calls the stage's module, unless it is compiled."""
@@ -117,9 +117,17 @@ class StageRun:
         setup = self._setup
         stage = setup.stage
         if setup.is_plain:
-            assert setup.draws is not None
-            setup.draws.begin(self._microbatch, stage.position)
-            flat = self._compute(tensors, given, call)
+            with setup.draws.during(self._microbatch, stage.position):
+                flat = self._compute(tensors, given, call)
+        elif not setup.is_repeated:
+            draws, own = setup.draws, stage.generators.during(self._generators)
+            with (
+                setup.context.entered(),
+                draws.during(self._microbatch, stage.position),
+                stage.buffers.during(self._buffers),
+                own,
+            ):
+                flat = self._compute(tensors, given, call)
         else:
             random = random_stream(setup.plan.seed, self._microbatch, stage.position, stage.device.physical)
             own = stage.generators.during(self._generators)
@@ -127,10 +135,8 @@ class StageRun:
                 flat = self._compute(tensors, given, call)
                 if random.has_drawn:
                     setup.notes.drew.add(stage.position)
-                if setup.is_repeated:
-                    self._draw_again(random)
-            if setup.is_repeated:
-                self._compute_again(flat)
+                self._draw_again(random)
+            self._compute_again(flat)
         may_share = (len(flat) > 1 or self.readers) and CALLER not in self.packets
         if may_share and not (setup.is_repeated and is_recomputing()):
             sent = {user: packet.tensors for user, packet in self.packets.items()}

@@ -27,7 +27,7 @@ class Surroundings:
         self,
         stream: LaneStream,
         grad: bool,
-        draws: DeviceDraws | None,
+        draws: DeviceDraws,
         variables: Sequence[tuple[ContextVar[Any], Any]],
     ) -> None:
         """``stream`` is the device's compute stream."""
@@ -41,14 +41,12 @@ class Surroundings:
         self._use.__enter__()
         self._outer_grad = torch.is_grad_enabled()
         torch.set_grad_enabled(self._grad)
-        if self._draws is not None:
-            self._draws.__enter__()
+        self._draws.__enter__()
         self._tokens = [(variable, variable.set(value)) for variable, value in self._variables]
 
     def __exit__(self, *_: object) -> None:
         for variable, token in self._tokens:
             variable.reset(token)
-        if self._draws is not None:
-            self._draws.__exit__()
+        self._draws.__exit__()
         torch.set_grad_enabled(self._outer_grad)
         self._use.__exit__(None, None, None)
