@@ -50,7 +50,7 @@ class DeviceClock:
     """Converts times of one device. For any thread. Made before the first task, since it waits for a moment."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.make_event: Any = torch.get_device_module(device).Event
         self._stream: Any = lend(device, self)
         self._lock = threading.Lock()
         self.origin = self._best()
@@ -81,7 +81,7 @@ class DeviceClock:
 
     def _try(self) -> _Origin:
         # Not `blocking`: a thread that sleeps wakes late.
-        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event = self.make_event(enable_timing=True)
         before = time.perf_counter()
         event.record(self._stream)
         self._stream.synchronize()  # Not the event, whose wait may make a context on another device.
@@ -100,14 +100,13 @@ def clock_of(device: torch.device) -> DeviceClock:
 class Timing:
     """The time of a task on an accelerator, from when this is made to ``end``. A ``Completion`` for the executor."""
 
-    __slots__ = ("_after", "_begun", "_clock", "_ended", "_make", "_origin", "ended", "stream")
+    __slots__ = ("_after", "_begun", "_clock", "_ended", "_origin", "ended", "stream")
 
     def __init__(self, stream: Any, clock: DeviceClock, after: Sequence[Timing] | None) -> None:
         """``after``: of the tasks that ``stream`` waits for, the last of each lane; ``None`` if it waits for others."""
         self.stream = stream
         self._clock = clock
         self._origin = clock.origin
-        self._make = torch.get_device_module(stream.device).Event
         self._after = after or ()
         self._begun: Any = self._record() if after is None else time.perf_counter()
         self.ended: torch.Event
@@ -137,7 +136,7 @@ class Timing:
 
     def _record(self) -> torch.Event:
         # `blocking`: a thread that synchronizes sleeps instead of spinning on a core.
-        event: torch.Event = self._make(enable_timing=True, blocking=True)
+        event: torch.Event = self._clock.make_event(enable_timing=True, blocking=True)
         event.record(self.stream)
         return event
 
