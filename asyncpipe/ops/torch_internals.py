@@ -403,8 +403,11 @@ def stream_functions(kind: str) -> tuple[Callable[[int], Any], Callable[[Any], o
     stands for a stream there."""
     get, put = getattr(torch._C, "_cuda_getCurrentStream", None), getattr(torch._C, "_cuda_setStream", None)
     if kind == "cuda" and get and put:
-        names = "stream_id", "device_index", "device_type"
-        return get, lambda place: put(**dict(zip(names, place, strict=True))), attrgetter(*names)
+
+        def put_place(place: tuple[int, int, int]) -> None:
+            put(stream_id=place[0], device_index=place[1], device_type=place[2])
+
+        return get, put_place, attrgetter("stream_id", "device_index", "device_type")
     module = torch.get_device_module(kind)
     return lambda index: module.current_stream(None if index < 0 else index), module.set_stream, lambda stream: stream
 

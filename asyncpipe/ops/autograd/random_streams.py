@@ -117,7 +117,7 @@ class _HasTurn(RandomStream):
         self._outer_turn.__exit__(None, None, None)
 
     def _take(self) -> None:
-        self._turn.acquire(self.seed)
+        self._begun = self._turn.acquire(self.seed)
         self._has_turn = True
 
     def _give(self) -> None:
@@ -162,7 +162,7 @@ class _StreamWithTurn(_HasTurn):
     @property
     def has_drawn(self) -> bool:
         """As for a CPU, or from the default generator."""
-        return super().has_drawn or self._turn.has_drawn()
+        return super().has_drawn or not self._turn.is_at(self._begun)
 
     def drawn(self) -> list[Tensor]:
         """As for a CPU, with the state of the default generator."""
@@ -221,7 +221,7 @@ class _DeviceDrawsWithTurn(DeviceDraws, _HasTurn):
     def end(self) -> None:
         """The task is at its end."""
         stage = self._key[2]
-        if stage not in self._drew and self._turn.has_drawn():
+        if stage not in self._drew and not self._turn.is_at(self._begun):
             self._drew.add(stage)
         self._give()
 

@@ -34,22 +34,19 @@ class GeneratorTurn:
         self.generator = generator
         self._lock = threading.Lock()
         self._is_philox = generator.device.type != "cpu"
-        self._begun: Place
-        """Where the turn began."""
         self._outside: Place
         """Where the generator was found."""
 
-    def acquire(self, place: Place | int) -> None:
-        """Wait for the turn; then set the generator to a seed or a place."""
+    def acquire(self, place: Place | int) -> Place:
+        """Wait for the turn; then set the generator to a seed or a place. Where it is then."""
         self._lock.acquire()
         self._outside = self.place()
         if isinstance(place, int):
             # This also makes cuDNN's recurrent layers draw a new seed for their dropout, from the CPU's generator.
             self.generator.manual_seed(place)
-            self._begun = (place, 0) if self._is_philox else self.place()
-        else:
-            self._set(place)
-            self._begun = place
+            return (place, 0) if self._is_philox else self.place()
+        self._set(place)
+        return place
 
     def release(self) -> Place:
         """End the turn; where the generator was, for ``acquire`` to go on from."""
@@ -63,12 +60,10 @@ class GeneratorTurn:
         generator = self.generator
         return (generator.initial_seed(), generator.get_offset()) if self._is_philox else generator.get_state()
 
-    def has_drawn(self) -> bool:
-        """Whether anything was drawn in this turn."""
-        place, begun = self.place(), self._begun
-        if isinstance(place, Tensor) and isinstance(begun, Tensor):
-            return not torch.equal(place, begun)
-        return place != begun
+    def is_at(self, place: Place) -> bool:
+        """Whether the generator is there now."""
+        now = self.place()
+        return torch.equal(now, place) if isinstance(now, Tensor) and isinstance(place, Tensor) else now == place
 
     def _set(self, place: Place) -> None:
         if isinstance(place, Tensor):

@@ -126,6 +126,7 @@ def test_a_task_that_waits_lets_others_have_the_turn(devices: Devices) -> None:
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
+        assert entered.has_drawn
         found = torch.cat([first, torch.rand(3, generator=devices[CUDA])])
         assert entered.drawn()
     assert torch.equal(found, wanted)
