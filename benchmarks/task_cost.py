@@ -6,6 +6,8 @@ their threads share the interpreter's lock. A *task* is the processor time of th
 is bound to after its function has returned. *torch* is what of it the stage's module takes in a forward, and
 autograd's engine in a backward. *beyond* is the difference: Python around them. Of a copy all is beyond.
 
+Figures are lowest deciles: what others compute on the same cores makes single tasks slower, and none faster.
+
 Around that, *the runtime* is the rest of the processor time of the devices' threads, and *completions* that of the
 threads which wait for what a device has done, both by task.
 
@@ -29,7 +31,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from statistics import median
+from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +55,7 @@ CASES: dict[str, Callable[[], list[nn.Module]]] = {
 
 
 def run(progress: Progress, *, device: str | None = None, steps: int = 40) -> Figures:
-    """Medians over the tasks of ``steps``, on a CPU and on emulated streams, or on ``device`` alone (``cuda:0``)."""
+    """Figures of the tasks of ``steps``, on a CPU and on emulated streams, or on ``device`` alone (``cuda:0``)."""
     found = {}
     for where in ["cpu", "streams", "shared"] if device is None else [device]:
         progress(f"tasks on {where}")
@@ -64,7 +66,7 @@ def run(progress: Progress, *, device: str | None = None, steps: int = 40) -> Fi
 
 
 show = markdown(
-    tasks="Processor time of a task, medians over {steps} steps; the runtime and completions are means:",
+    tasks="Processor time of a task, lowest deciles over {steps} steps; the runtime and completions are means:",
     parts="Parts of it, each alone:",
 )
 
@@ -180,7 +182,7 @@ def _case(device: str, case: str, steps: int, lanes: int = 1) -> Iterator[dict[s
     inside = sum(took for each in spent.values() for took, _ in each) / 1e3
     around = {"us_of_the_runtime": (threads[False] - inside) / tasks, "us_of_completions": threads[True] / tasks}
     for kind in "FBC" if lanes == 3 else "FB":
-        task, torchs = (median(each) / 1e3 for each in zip(*spent[kind], strict=True))
+        task, torchs = (quantiles(each, n=10)[0] / 1e3 for each in zip(*spent[kind], strict=True))
         about = {"task": f"{case if lanes == 1 else 'three lanes'}: {kind}"}
         yield about | {"us_a_task": task, "us_of_torch": torchs, "us_beyond": task - torchs} | around
 
@@ -276,11 +278,11 @@ def _parts(device: str) -> Iterator[tuple[str, float]]:
 
 
 def _us(call: Callable[[], object], calls: int = 300) -> float:
-    """The processor time of ``call``, in µs: the median of rounds."""
+    """The processor time of ``call``, in µs: the least of rounds."""
     took = []
     for _ in range(9):
         begun = time.thread_time_ns()
         for _ in range(calls):
             call()
         took.append((time.thread_time_ns() - begun) / calls / 1e3)
-    return median(took[1:])
+    return min(took)

@@ -204,7 +204,8 @@ class Event:
         synchronized[threading.current_thread().name] += 1
         for gate in self.gates():
             assert gate.wait(30), "the host waits for a kernel that does not end"
-        time.sleep(max(0.0, self.ends - time.perf_counter()))
+        if (left := self.ends - time.perf_counter()) > 0:
+            time.sleep(left)
         check_health()
         self._tell_host()
 
