@@ -428,8 +428,7 @@ class CurrentStream:
 
     def __exit__(self, *_: object) -> None:
         self._put(self._there)
-        if self._here != self._there:
-            self._put(self._here)
+        self._put(self._here)
 
 
 # Autograd

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class CallerContext:
         """
         if self.inference or self.device:
             return self._entered()
-        return _Autocasts(self) if self.autocasts else _NOTHING
+        return self._cast() if self.autocasts else _NOTHING
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -96,32 +96,26 @@ class CallerContext:
             if self.device is not None:
                 stack.enter_context(self.device)
             if self.autocasts:
-                stack.enter_context(_Autocasts(self))
+                stack.enter_context(self._cast())
             yield
 
-
-class _Autocasts:
-    """As ``torch.autocast`` of each type of device, without what that checks: the caller has entered the same."""
-
-    __slots__ = ("_before", "_cache", "_context")
-
-    def __init__(self, context: CallerContext) -> None:
-        self._context = context
-
-    def __enter__(self) -> None:
-        casts = self._context.autocasts
-        self._cache = torch.is_autocast_cache_enabled()
-        self._before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, _ in casts]
+    @contextmanager
+    def _cast(self) -> Iterator[None]:
+        """As ``torch.autocast`` of each type of device, without what that checks: the caller has entered the same."""
+        cache = torch.is_autocast_cache_enabled()
+        before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, _ in self.autocasts]
         torch.autocast_increment_nesting()
-        torch.set_autocast_cache_enabled(self._context.autocast_cache)
-        for kind, dtype in casts:
-            torch.set_autocast_enabled(kind, True)
-            torch.set_autocast_dtype(kind, dtype)
+        self._set_casts(self.autocast_cache, ((kind, True, dtype) for kind, dtype in self.autocasts))
+        try:
+            yield
+        finally:
+            if not torch.autocast_decrement_nesting():
+                torch.clear_autocast_cache()
+            self._set_casts(cache, before)
 
-    def __exit__(self, *_: object) -> None:
-        if not torch.autocast_decrement_nesting():
-            torch.clear_autocast_cache()
-        for kind, enabled, dtype in self._before:
+    @staticmethod
+    def _set_casts(cache: bool, casts: Iterable[tuple[str, bool, torch.dtype]]) -> None:
+        torch.set_autocast_cache_enabled(cache)
+        for kind, enabled, dtype in casts:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self._cache)

@@ -140,11 +140,8 @@ def _filling_in(key: DrawsKey, positional: list[str]) -> Callable[..., Any]:
         given = args[place] if len(args) > place else kwargs.get("generator")
         draws = _get()
         if draws is not None and (given is None or is_default_generator(given)) and not key.is_tracing(keys):
-            first = args[0] if args else None
-            if not isinstance(first, Tensor):
-                first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            own = None if first is None else draws.generator(first.device)
-            if own is not None:
+            device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if device is not None and (own := draws.generator(device)) is not None:
                 args, kwargs["generator"] = args[:place], own
         return key.redispatch(operator, keys, *args, **kwargs)
 

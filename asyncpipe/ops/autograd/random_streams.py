@@ -24,7 +24,7 @@ starts by itself, kernels of extensions that use torch's CPU generator without i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Self
 
 import torch
@@ -106,6 +106,11 @@ class _HasTurn(RandomStream):
     _turn: GeneratorTurn
     _has_turn = False
 
+    def at(self, turn: GeneratorTurn) -> Self:
+        """This one, after it was told where to have turns."""
+        self._turn = turn
+        return self
+
     def __enter__(self) -> Self:
         # A task inside another one, on the same thread.
         self._outer_turn = turns_paused()
@@ -145,10 +150,6 @@ class _HasTurn(RandomStream):
 
 class _StreamWithTurn(_HasTurn):
     """The draws of one task on an accelerator."""
-
-    def __init__(self, turn: GeneratorTurn, *key: int) -> None:
-        super().__init__(*key)
-        self._turn = turn
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -199,26 +200,20 @@ class DeviceDraws(RandomStream):
             return None
         if (found := self._generators.get(device)) is not None:
             return found
-        self._drew.add(self._key[2])
-        return super().generator(device)
+        if (found := super().generator(device)) is not None:
+            self._drew.add(self._key[2])
+        return found
 
 
 class _DeviceDrawsWithTurn(DeviceDraws, _HasTurn):
     """The same for an accelerator, at whose default generator each task has a turn."""
 
-    def __init__(self, step_seed: int, drew: set[int], turn: GeneratorTurn) -> None:
-        super().__init__(step_seed, drew)
-        self._turn = turn
-
     def during(self, microbatch: int, stage: int, branch: int = 0) -> AbstractContextManager[object]:
         super().during(microbatch, stage, branch)
         self._take()
-        return _Turn(self)
+        return closing(self)
 
-    def generator(self, device: torch.device) -> torch.Generator | None:
-        return None if device == self._turn.device else super().generator(device)
-
-    def end(self) -> None:
+    def close(self) -> None:
         """The task is at its end."""
         stage = self._key[2]
         if stage not in self._drew and not self._turn.is_at(self._begun):
@@ -226,25 +221,10 @@ class _DeviceDrawsWithTurn(DeviceDraws, _HasTurn):
         self._give()
 
 
-class _Turn:
-    """The context of a task that has the turn already."""
-
-    __slots__ = ("_draws",)
-
-    def __init__(self, draws: _DeviceDrawsWithTurn) -> None:
-        self._draws = draws
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._draws.end()
-
-
 def device_draws(step_seed: int, device: torch.device, drew: set[int]) -> DeviceDraws:
     """The streams of the tasks of a logical device on ``device``. ``drew`` gets the stages that draw."""
     turn = turn_of(device)
-    return DeviceDraws(step_seed, drew) if turn is None else _DeviceDrawsWithTurn(step_seed, drew, turn)
+    return DeviceDraws(step_seed, drew) if turn is None else _DeviceDrawsWithTurn(step_seed, drew).at(turn)
 
 
 def random_stream(step_seed: int, microbatch: int, stage: int, device: torch.device, branch: int = 0) -> RandomStream:
@@ -252,7 +232,7 @@ def random_stream(step_seed: int, microbatch: int, stage: int, device: torch.dev
     turn = turn_of(device)
     if turn is None:
         return RandomStream(step_seed, microbatch, stage, branch)
-    return _StreamWithTurn(turn, step_seed, microbatch, stage, branch)
+    return _StreamWithTurn(step_seed, microbatch, stage, branch).at(turn)
 
 
 def turns_paused() -> AbstractContextManager[None]:

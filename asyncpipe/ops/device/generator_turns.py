@@ -22,7 +22,7 @@ from asyncpipe.ops.torch_internals import DRAWS
 __all__ = ["GeneratorTurn", "turn_of"]
 
 
-Place = tuple[int, int] | Tensor
+GeneratorPlace = tuple[int, int] | Tensor
 """Where a generator is: the seed and the offset of Philox, or the state of one that has none."""
 
 
@@ -34,43 +34,42 @@ class GeneratorTurn:
         self.generator = generator
         self._lock = threading.Lock()
         self._is_philox = generator.device.type != "cpu"
-        self._outside: Place
+        self._outside: GeneratorPlace
         """Where the generator was found."""
 
-    def acquire(self, place: Place | int) -> Place:
+    def acquire(self, place: GeneratorPlace | int) -> GeneratorPlace:
         """Wait for the turn; then set the generator to a seed or a place. Where it is then."""
         self._lock.acquire()
         self._outside = self.place()
-        if isinstance(place, int):
-            # This also makes cuDNN's recurrent layers draw a new seed for their dropout, from the CPU's generator.
-            self.generator.manual_seed(place)
-            return (place, 0) if self._is_philox else self.place()
         self._set(place)
-        return place
+        return self.place()
 
-    def release(self) -> Place:
+    def release(self) -> GeneratorPlace:
         """End the turn; where the generator was, for ``acquire`` to go on from."""
         place = self.place()
         self._set(self._outside)
         self._lock.release()
         return place
 
-    def place(self) -> Place:
+    def place(self) -> GeneratorPlace:
         """Where the generator is now. Of Philox two numbers say it, without a tensor."""
         generator = self.generator
         return (generator.initial_seed(), generator.get_offset()) if self._is_philox else generator.get_state()
 
-    def is_at(self, place: Place) -> bool:
+    def is_at(self, place: GeneratorPlace) -> bool:
         """Whether the generator is there now."""
         now = self.place()
         return torch.equal(now, place) if isinstance(now, Tensor) and isinstance(place, Tensor) else now == place
 
-    def _set(self, place: Place) -> None:
+    def _set(self, place: GeneratorPlace | int) -> None:
         if isinstance(place, Tensor):
             self.generator.set_state(place)
-        else:
-            self.generator.manual_seed(place[0])
-            self.generator.set_offset(place[1])
+            return
+        seed, offset = (place, 0) if isinstance(place, int) else place
+        # This also makes cuDNN's recurrent layers draw a new seed for their dropout, from the CPU's generator.
+        self.generator.manual_seed(seed)
+        if offset:
+            self.generator.set_offset(offset)
 
 
 _turns: dict[torch.device, GeneratorTurn] = {}

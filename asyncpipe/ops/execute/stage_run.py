@@ -119,24 +119,19 @@ class StageRun:
         if setup.is_plain:
             with setup.draws.during(self._microbatch, stage.position):
                 flat = self._compute(tensors, given, call)
-        elif not setup.is_repeated:
-            draws, own = setup.draws, stage.generators.during(self._generators)
-            with (
-                setup.context.entered(),
-                draws.during(self._microbatch, stage.position),
-                stage.buffers.during(self._buffers),
-                own,
-            ):
-                flat = self._compute(tensors, given, call)
         else:
-            random = random_stream(setup.plan.seed, self._microbatch, stage.position, stage.device.physical)
+            random, i, j = None, self._microbatch, stage.position
+            if setup.is_repeated:
+                random = random_stream(setup.plan.seed, i, j, stage.device.physical)
             own = stage.generators.during(self._generators)
-            with setup.context.entered(), random, stage.buffers.during(self._buffers), own:
+            with setup.context.entered(), random or setup.draws.during(i, j), stage.buffers.during(self._buffers), own:
                 flat = self._compute(tensors, given, call)
-                if random.has_drawn:
-                    setup.notes.drew.add(stage.position)
-                self._draw_again(random)
-            self._compute_again(flat)
+                if random is not None:
+                    if random.has_drawn:
+                        setup.notes.drew.add(j)
+                    self._draw_again(random)
+            if random is not None:
+                self._compute_again(flat)
         may_share = (len(flat) > 1 or self.readers) and CALLER not in self.packets
         if may_share and not (setup.is_repeated and is_recomputing()):
             sent = {user: packet.tensors for user, packet in self.packets.items()}
