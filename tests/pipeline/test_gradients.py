@@ -170,3 +170,17 @@ def test_a_hook_of_what_a_stage_receives_is_not_called_for_a_gradient_in_its_for
     wanted = model(x)
     with Pipeline(model, ["cpu"] * len(balance), microbatches=1, balance=balance).sync() as pipe:
         assert torch.equal(pipe(x), wanted) == (balance != [2, 1])
+
+
+def test_autocast_ends_with_its_step_and_casts_weights_anew_in_the_next() -> None:
+    layer, seen = nn.Linear(4, 4, bias=False), []
+    layer.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+    options: Any = {"microbatches": 1, "checkpoint": "never", "loss_fn": torch.sum}
+    with Pipeline(nn.Sequential(layer), ["cpu:0"], **options).sync() as pipe:
+        with torch.autocast("cpu"):
+            for weight in (1.0, 2.0):
+                nn.init.constant_(layer.weight, weight)
+                pipe.step(torch.ones(1, 4))
+        pipe.step(torch.ones(1, 4))
+    assert [output.dtype for output in seen] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert [output.max().item() for output in seen] == [4.0, 8.0, 8.0]
