@@ -147,6 +147,11 @@ INTERNALS = (
         "test_sparse_gradients_of_tied_embeddings",
     ),
     Internals(
+        "_foreach_add_",
+        "gradients of accumulated steps are added by a few kernels for all parameters of a stage, as optimizers do",
+        "test_gradients_are_added_to_those_of_earlier_steps_bit_by_bit",
+    ),
+    Internals(
         "nn.utils.parametrize._cache_enabled",
         "the cache of parametrizations is one for all threads, and refused where it is on",
         "test_cached_parametrizations_are_refused",
@@ -514,6 +519,10 @@ accumulated_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], object]] | No
     "_post_accumulate_grad_hooks"
 )
 """The hooks of ``register_post_accumulate_grad_hook``."""
+
+
+add_to_each: Callable[..., Any] = torch._foreach_add_
+"""Adds each of the second tensors to one of the first, all of one device and type, as ``add_`` does."""
 
 
 def caches_parametrizations() -> bool:

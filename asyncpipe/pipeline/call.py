@@ -138,6 +138,7 @@ class PreparedCall(StepHere[Any]):
             self._begin()
             with bare_thread():
                 run_inline(self.graph, self._binder.bind, self._binder.around)
+            self._inflow.wait()
             return self._finish(None)
 
     def _begin(self, *, in_line: bool = False) -> None:
@@ -146,13 +147,14 @@ class PreparedCall(StepHere[Any]):
         if not inside_task():
             # The tasks of an abandoned backward may wait for the one that called.
             self.parts.resources.guard.wait_for_abandoned()
-        self._tensors.caller_ready = self._fence.begin()
+        self._inflow = self._binder.begin(self._fence.begin())
 
     def _finish(self, execution: Execution | None) -> Any:
         """The outputs, as part of the caller's graph; gathered unless the caller made the micro-batches."""
         packets = [packet for _, packet in sorted(self._tensors.outputs.items())]
         self._tensors.outputs.clear()
-        self._fence.end(tensor for packet in packets for tensor in packet.tensors)
+        results = [tensor for packet in packets for tensor in packet.tensors]
+        self._fence.end(results, self._binder.last.values())
         self.parts.commit_statistics()
         if self._inputs is not None:
             self._attach(packets, self._inputs)

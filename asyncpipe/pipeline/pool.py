@@ -26,7 +26,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.errors import NestedWaitError, OptionError, PipelineClosedError
 from asyncpipe.ops.autograd.own_draws import replace_torch_random, restore_torch_random
 from asyncpipe.ops.device.compile_gate import on_hold_up
-from asyncpipe.ops.device.devices import Device, resolve_devices
+from asyncpipe.ops.device.devices import Device, make_current, resolve_devices
 from asyncpipe.ops.device.intra_op_threads import IntraOpThreads
 from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.pipeline.pool_options import PoolOptions, takes
@@ -262,15 +262,17 @@ class DevicePool:
     def _make_executor(self, device: Device) -> Executor:
         if self._options.executors is not None:
             return self._options.executors(device.name)
-        on_start = _keep_backwards_here if device.is_accelerator else self._intra_op.initializer()
+        accelerator = partial(_keep_backwards_here, device.physical)
+        on_start = accelerator if device.is_accelerator else self._intra_op.initializer()
         return ThreadExecutor(device.name, on_start=on_start, board=self._board)
 
 
-def _keep_backwards_here() -> None:
-    """Let this thread run its backwards itself, not the autograd engine's thread of the device.
+def _keep_backwards_here(device: torch.device) -> None:
+    """Let this thread, of ``device``, run its backwards itself, not the autograd engine's thread of the device.
 
     All backwards of a device share that thread, the caller's included: one that waits there for another never ends.
     """
+    make_current(device)
     torch.autograd.set_multithreading_enabled(False)
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ import torch
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.device_errors import is_device_error
+from asyncpipe.ops.device.inflow import Inflow
 from asyncpipe.ops.device.streams import Fence
 from asyncpipe.ops.execute.binder import Binder, normalize
 from asyncpipe.ops.execute.crossings import Crossings
@@ -69,7 +71,8 @@ class StepProtocol(ABC, Generic[_Execution, _Result]):
     def finish(self, execution: _Execution) -> Waiting[_Result]:
         """Return the result. Call it when the last task is issued. If it raises, the caller must call ``abandon``."""
         try:
-            return self._finish(execution)  # This is a generator for what ``except`` waits for alone.
+            yield from self._until_read()
+            return self._finish(execution)
         except RuntimeError as error:
             if is_device_error(error):
                 # A kernel failed after it was queued. ``completed()`` raises the error that names its task.
@@ -92,6 +95,10 @@ class StepProtocol(ABC, Generic[_Execution, _Result]):
     @abstractmethod
     def _submit(self, line: Line[_Execution]) -> PortalCall[_Execution]:
         """Have it begin on the pool's loop."""
+
+    def _until_read(self) -> Waiting[None]:
+        """Wait until the caller may overwrite the mini-batch. Here nothing is to be waited for."""
+        yield from ()
 
     @abstractmethod
     def _finish(self, execution: _Execution) -> _Result:
@@ -125,11 +132,18 @@ class StepHere(StepProtocol[Execution, _Result]):
         self._context = context
         self._fence = Fence(parts.resources.streams.values(), tensors.given())
         self._binder = Binder(graph, plan, tensors, parts.resources, context, crossings)
+        self._inflow = Inflow({}, {})
 
     def _submit(self, line: Line[Execution]) -> PortalCall[Execution]:
         return self.tenancy.start(self.graph, self._binder, line)
 
+    def _until_read(self) -> Waiting[None]:
+        if not self._inflow.is_read:
+            # Hazard: the caller overwrites pinned memory that copies still read. (All else has been read.)
+            yield from self.tenancy.pool.on_loop(asyncio.to_thread(self._inflow.wait))
+
     def abandon(self) -> None:
+        self._inflow.close()
         self.parts.discard_statistics()
         self._tensors.close()
         # The device comes last: if it has failed, every call fails, and the error that is raised already says more.
@@ -174,7 +188,7 @@ class PreparedStep(StepHere[StepResult]):
         if not in_line:  # Otherwise an earlier step may be updating the parameters.
             resources.begin_replicas()
         resources.ties.refresh()
-        self._tensors.caller_ready = self._fence.begin()
+        self._inflow = self._binder.begin(self._fence.begin())
         if self._guards_gradients:
             self._has_set_gradients_aside = True
             resources.guard.begin(self.parts.module.parameters())
@@ -183,7 +197,8 @@ class PreparedStep(StepHere[StepResult]):
         losses = [loss for _, loss in sorted(self._tensors.losses.items())]
         outputs = [packet.rebuild(packet.tensors) for _, packet in sorted(self._tensors.outputs.items())]
         norms = self._tensors.gradient_norms
-        self._fence.end(tensors_of([losses, list(self._tensors.counts.values()), outputs, list(norms.values())]))
+        results = tensors_of([losses, list(self._tensors.counts.values()), outputs, list(norms.values())])
+        self._fence.end(results, self._binder.last.values())
         with torch.no_grad():
             loss = self.inputs.mean_loss(self.parts, losses, self._tensors)
             gathered = self.inputs.gather(outputs)

@@ -7,8 +7,9 @@ over before its next one starts; events carry such knowledge from stream to stre
 - by a kernel that reads or overwrites what a kernel on another stream may still be writing or reading,
 - by a kernel whose memory may still be used on another stream by the tensor that had it before.
 
-What an asynchronous copy brings to the host is NaN until the host has waited for an event behind it. ``hold`` keeps a
-kernel from ending, and with it whoever waits for it; after ``spoil`` every call fails, as after an error on a GPU.
+What an asynchronous copy brings to the host is NaN until the host has waited for an event behind it. What one reads in
+pinned memory must stay as it is until then: ``Hazard`` is raised by the wait. ``hold`` keeps a kernel from ending, and
+with it whoever waits for it; after ``spoil`` every call fails, as after an error on a GPU.
 Memory is counted by logical device, which is that of the thread that allocates, and may have a limit (``limit``).
 Kernels take no time, or as long as ``cost`` says: then the host runs ahead, and memory that ``record_stream`` has told
 of other streams counts until a later allocation finds these done, as in torch's allocator for CUDA.
@@ -49,6 +50,9 @@ class Spoiled(RuntimeError):
     """What every call raises once the device has failed."""
 
 
+strays: set[str] = set()
+"""The names of threads that waited for the device without having set it: on a GPU they make a context on GPU 0."""
+
 _lock = threading.RLock()
 _thread = threading.local()
 _healthy = {"offset": 0.0, "drift": 0.0, "engine": None, "limit": None, "cost": 0.0, "spoiled": False}
@@ -71,7 +75,9 @@ def reset() -> None:
         for _, owner, size in _state.freed:
             _account(owner, -size)
         _state.__dict__.update(host={}, landing=[], held={}, freed=[], **_healthy)
+        reading.clear()
         synchronized.clear()
+        strays.clear()
         forget_peak()
         views.clear()
         for each in list(_all_streams):
@@ -186,7 +192,7 @@ class Event:
         with _lock:
             _join(stream.clock, _state.host)
             self.clock, self.recorded_by = dict(stream.clock), threading.current_thread().name
-            self.stream = stream
+            self.stream, self.device = stream, stream.device
             self.ends = stream.ends
             self.time = device_time(max(self.ends, time.perf_counter()))
 
@@ -195,12 +201,14 @@ class Event:
 
     def query(self):
         check_health()
+        _note_stray()
         if is_over := all(gate.is_set() for gate in self.gates()) and self.ends <= time.perf_counter():
             self._tell_host()
         return is_over
 
     def synchronize(self):
         check_health()
+        _note_stray()
         synchronized[threading.current_thread().name] += 1
         for gate in self.gates():
             assert gate.wait(30), "the host waits for a kernel that does not end"
@@ -213,16 +221,41 @@ class Event:
         """The host knows that it has happened."""
         with _lock:
             _join(_state.host, self.clock)
+            for each in [each for each in reading if self.clock.get(each[0], 0) >= each[1]]:
+                reading.remove(each)
+                if each[2]._version != each[3]:
+                    raise Hazard(f"the host has overwritten pinned memory that a copy on {each[0]} was still reading")
             waiting, _state.landing = _state.landing, []
             for stream, count, to, value in waiting:
                 if self.clock.get(stream, 0) >= count:
                     to.copy_(value)
+                    for each in reading:
+                        if each[2].untyped_storage()._cdata == to.untyped_storage()._cdata:
+                            each[3] = each[2]._version
                 else:
                     _state.landing.append((stream, count, to, value))
 
     def elapsed_time(self, end):
         check_health()
         return (end.time - self.time) * 1e3
+
+
+def _note_stray():
+    if not getattr(_thread, "is_set", False):
+        strays.add(threading.current_thread().name)
+
+
+def _set_device(device):
+    _thread.is_set = True
+
+
+@contextmanager
+def _device(device):
+    before, _thread.is_set = getattr(_thread, "is_set", False), True
+    try:
+        yield
+    finally:
+        _thread.is_set = before
 
 
 def device_time(at=None):
@@ -537,7 +570,15 @@ def _copy(source, to, non_blocking=False):
         if _on_device(to):
             _memory_of(to).use(stream, number, "copy", _inner(to), write=True)
             _inner(to).copy_(_inner(source) if _on_device(source) else _landed(source, stream))
+            if source.is_cpu:
+                copied_by.add(stream)
+            if non_blocking and source.is_pinned():
+                reading.append([stream, number, source, source._version])
         else:
+            for each in [each for each in reading if each[2].untyped_storage()._cdata == to.untyped_storage()._cdata]:
+                if each[0] is not stream and stream.clock.get(each[0], 0) < each[1]:
+                    raise Hazard(f"a copy on {stream} overwrites what one on {each[0]} may still be reading")
+                reading.remove(each)
             value = _inner(source).clone()
             if to.is_floating_point():
                 to.fill_(float("nan"))
@@ -547,6 +588,24 @@ def _copy(source, to, non_blocking=False):
     if not (non_blocking or (_on_device(source) and _on_device(to))):
         stream.synchronize()
     return to
+
+
+copied_by: set[Stream] = set()
+"""The streams that have copied something from the host."""
+reading: list[list] = []
+"""Of copies out of pinned memory that may not be over: stream, number, tensor, and its version then."""
+_pinned: set[int] = set()
+
+
+def _pin(tensor, *_):
+    return _mark_pinned(tensor.clone())
+
+
+def _mark_pinned(tensor):
+    storage = tensor.untyped_storage()
+    _pinned.add(storage._cdata)
+    weakref.finalize(storage, _pinned.discard, storage._cdata)
+    return tensor
 
 
 def _landed(source, stream):
@@ -565,8 +624,8 @@ def _install():
     module = _Module(
         Stream=Stream, Event=Event, current_stream=current_stream, default_stream=default_stream, stream=stream,
         default_generators=[Philox()],
-        set_stream=set_stream, set_device=lambda device: None, synchronize=synchronize, is_initialized=lambda: True,
-        is_available=lambda: True,
+        set_stream=set_stream, set_device=_set_device, device=_device, synchronize=synchronize,
+        is_initialized=lambda: True, is_available=lambda: True,
         current_device=lambda: _index(None), _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None,
         device_count=lambda: DEVICES, memory_stats=lambda device=None: {}, memory_allocated=lambda device=None: 0,
         get_device_properties=lambda device=None: SimpleNamespace(total_memory=1 << 30), empty_cache=check_health,
@@ -577,10 +636,10 @@ def _install():
     views = torch.library.Library("aten", "IMPL")
     views.impl("view.dtype", lambda *args: _kernel(torch.ops.aten.view.dtype, *args), "PrivateUse1")
     # Pinned memory needs a real device.
-    torch.Tensor.pin_memory = lambda self, *_: self.clone()
+    torch.Tensor.pin_memory = _pin
     torch.Tensor.record_stream = _record_stream
-    torch.Tensor.is_pinned = lambda self, *_: False
-    copies._pinned_like = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)
+    torch.Tensor.is_pinned = lambda self, *_: self.untyped_storage()._cdata in _pinned
+    copies._pinned_like = lambda tensor: _mark_pinned(torch.empty(tensor.shape, dtype=tensor.dtype))
     _defaults.extend(Stream(k) for k in range(DEVICES))
     return library, views
 

@@ -1,5 +1,6 @@
 """Nothing reads what is not there yet: between streams, and on the host. The device raises ``Hazard``, or gives NaN."""
 
+import threading
 from contextlib import ExitStack
 from functools import partial
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from asyncpipe.errors import AsyncpipeError
 from tests.emulated import device as emu
-from tests.emulated.helpers import TARGET, X, bare, layers, piped, squares, take_gradients, worst
+from tests.emulated.helpers import TARGET, Call, X, bare, layers, piped, squares, take_gradients, worst
 
 ONE, TWO, THREE = ["emu:0"], ["emu:0"] * 2, ["emu:0", "cpu:0", "emu:0"]
 MIXED = [["cpu:0", "emu:0"], ["emu:0", "cpu:0"]]
@@ -116,6 +117,19 @@ def test_no_task_and_no_caller_waits_for_the_device(count):
     assert {name for name in emu.synchronized if not name.endswith("completions")} == set()
 
 
+def test_the_norms_of_all_stages_are_made_without_a_wait():
+    model = layers()
+    norms = [nn.utils.get_total_norm(bare()[1][k : k + 4]) for k in (0, 4)]
+    make = partial(torch.optim.SGD, lr=0.0, foreach=False)
+    with piped(model, TWO, optimizer=make, gradient_norms=True) as pipe:
+        pipe.step(X, TARGET).wait()
+        emu.synchronized.clear()
+        found = pipe.step(X, TARGET).gradient_norms
+        total = torch.stack(list(found.values())).square().sum().sqrt()
+        assert {name for name in emu.synchronized if not name.endswith("completions")} == set()
+        assert abs(float(total) - float(nn.utils.get_total_norm(norms))) < 1e-10
+
+
 def test_ties_skips_and_buffers_of_the_same_device():
     first = nn.Linear(8, 8)
 
@@ -134,3 +148,27 @@ def test_ties_skips_and_buffers_of_the_same_device():
     with piped(model, TWO, balance=[2, 1]) as pipe:
         pipe.step(X)
         assert worst(take_gradients(model), wanted) < 1e-10
+
+
+def test_a_loss_does_not_wait_for_tasks_of_the_next_step():
+    """The next step's first kernel hangs on a lane when the first step ends."""
+    held, hangs, calls = ExitStack(), threading.Event(), []
+
+    def first(x):
+        calls.append(0)
+        if len(calls) == 2:
+            held.enter_context(emu.hold(emu.current_stream()))
+            hangs.set()
+        return x * 1
+
+    def last(x):
+        assert hangs.wait(20)
+        return x * 1
+
+    model = nn.Sequential(Call(first), Call(last)).double()
+    with held, piped(model.eval(), TWO, microbatches=1) as pipe:
+        steps = pipe.steps([(X, TARGET)] * 2)
+        result = next(steps)
+        assert float(result.loss) == float(squares(X, TARGET))
+        held.close()
+        assert len(list(steps)) == 1

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -94,3 +98,56 @@ async def test_memory_is_constant(workload):
             if number >= 10:
                 seen.add(torch.cuda.memory_allocated())
     assert len(seen) == 1
+
+
+BUSY = 200_000_000
+"""Device cycles: some 100 ms."""
+
+
+async def test_a_pinned_batch_may_be_overwritten_when_the_step_returns(workload):
+    """The caller's stream, behind which the copies read it, is late."""
+    async with Pipeline(workload.model(), ["cuda:0", "cuda:0"], microbatches=4, loss_fn=mse) as pipe:
+        for pin in (False, True, True):
+            x, target = (t.clone().pin_memory() if pin else t.clone() for t in (workload.x, workload.target))
+            torch.cuda._sleep(BUSY)
+            result = await pipe.step(x, target)
+            x.fill_(torch.nan)
+            target.fill_(torch.nan)
+            assert abs(result.loss.cpu() - workload.loss) < 1e-10
+
+
+async def test_a_loss_does_not_wait_for_the_next_step(workload):
+    """Whose first forward keeps the device busy."""
+    model, ends, next_is_queued = workload.model().eval(), [], threading.Event()
+
+    class Late(nn.Module):
+        def forward(self, x):
+            torch.cuda._sleep(BUSY if ends else 1)
+            ends.append(torch.cuda.current_stream().record_event())
+            if len(ends) == 2:
+                next_is_queued.set()
+            return x
+
+    devices, x = ["cuda:0", "cuda:0"], workload.x.cuda()
+    async with Pipeline(nn.Sequential(Late(), *model), devices, microbatches=1, loss_fn=mse) as pipe:
+        steps = pipe.steps([(x, workload.target.cuda())] * 2)
+        first = await anext(steps)
+        await asyncio.to_thread(next_is_queued.wait, 20)
+        assert abs(float(first.loss) - workload.loss) < 1e-10
+        assert not ends[1].query(), "the next step is still busy, or the test shows nothing"
+        assert len([result async for result in steps]) == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second GPU")
+def test_a_pipeline_on_the_second_gpu_makes_no_context_on_the_first():
+    code = """
+import torch, asyncpipe
+torch.cuda.set_device(1)
+layers, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.randn(4, 4)
+mse = torch.nn.functional.mse_loss
+with asyncpipe.Pipeline(torch.nn.Sequential(*layers), ["cuda:1"] * 2, microbatches=2, loss_fn=mse).sync() as pipe:
+    for _ in range(3):
+        pipe.step(x.pin_memory(), x).wait()
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

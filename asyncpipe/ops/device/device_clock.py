@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncpipe.ops.device.devices import make_current
 from asyncpipe.ops.device.lent_streams import lend
 
 __all__ = ["DeviceClock", "Timing", "clock_of"]
@@ -119,7 +120,11 @@ class Timing:
 
     def wait(self) -> tuple[float, float]:
         """Block until the device has finished the task; start and end in seconds of ``time.perf_counter``."""
-        self.ended.synchronize()
+        make_current(self.stream.device)
+        # torch's `synchronize` gives up the interpreter's lock, which may take long to get again, and `query` does not.
+        # So a thread that has woken takes all that has ended meanwhile, at once.
+        if not self.ended.query():
+            self.ended.synchronize()
         ended, begun = self.end_time(), self._begun
         if not isinstance(begun, float):
             begun = self._time_of(begun)

@@ -10,7 +10,7 @@ import torch
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import DeviceError
 
-__all__ = ["ACCELERATORS", "Device", "resolve_devices"]
+__all__ = ["ACCELERATORS", "Device", "await_event", "make_current", "resolve_devices"]
 
 ACCELERATORS = ("cuda",)
 """The types of devices besides the CPU. Work on them is asynchronous: it is queued on a stream."""
@@ -41,6 +41,22 @@ class Device:
     def elsewhere(self) -> Device:
         """This device, as a worker sees it that does not have it."""
         return Device(self.name, torch.device("meta"), is_elsewhere=True)
+
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the calling thread's device. Each thread of ours that calls CUDA does that before.
+
+    A thread's device is GPU 0 until it is set, and CUDA makes a context there, of some hundred MiB, for calls that
+    concern another GPU: a wait for an event, or the end of a block with a stream. (Threads of the autograd engine set
+    theirs, and ``torch.cuda.device`` leaves no context behind.)
+    """
+    torch.get_device_module(device).set_device(device)
+
+
+def await_event(event: torch.Event) -> None:
+    """Block until ``event`` has happened, on a thread whose device is another one, and stays that."""
+    with torch.get_device_module(event.device).device(event.device):
+        event.synchronize()
 
 
 def resolve_devices(devices: Sequence[str | torch.device], *, on_hosts: bool = False) -> list[Device]:

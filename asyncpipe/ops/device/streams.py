@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.ops.device.device_clock import Timing, clock_of
-from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.device.devices import Device, await_event
 from asyncpipe.ops.device.lent_streams import lend
 from asyncpipe.ops.torch_internals import CurrentStream
 
@@ -33,7 +33,7 @@ class CpuStream:
 
     def wait(self, event: torch.Event) -> None:
         # Hazard: the tensors come from a copy out of an accelerator. The host must not read them before it is done.
-        event.synchronize()
+        await_event(event)
 
     def follow(self, timing: Timing) -> None:
         self.wait(timing.ended)
@@ -135,14 +135,22 @@ class Fence:
         begin_behind(self._streams, ready.values(), frozenset(self._callers.values()))
         return ready
 
-    def end(self, results: Iterable[Tensor] = ()) -> None:
-        """Make the caller's streams wait for every lane; ``results`` as in ``hand_over``."""
+    def end(self, results: Iterable[Tensor] = (), last: Iterable[torch.Event] | None = None) -> None:
+        """Make the caller's streams wait for the step; ``results`` as in ``hand_over``.
+
+        ``last`` has, of each lane, the event behind the step's last task there. The tails of the lanes, which are
+        waited for without it, may be those of a step that has begun since::
+
+            lane 0    [ step k ······ ]e₀[ step k+1 ······ ]tail
+            lane 1        [ step k ······ ]e₁[ step k+1 ···
+            caller                          wait e₀, e₁ ▶ reads the loss of step k
+        """
         readers = frozenset(self._callers.values())
-        for stream in self._streams:
-            event = record(stream.stream)
+        for event in [record(stream.stream) for stream in self._streams] if last is None else last:
             for caller in readers:
                 # Hazard: the optimizer reads the gradients, and the caller the outputs, that the lanes still write.
                 caller.wait_event(event)
+        for stream in self._streams:
             stream.readers = readers
         self.hand_over(results)
 

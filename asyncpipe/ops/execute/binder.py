@@ -26,6 +26,7 @@ from asyncpipe.ops.autograd.random_streams import device_draws
 from asyncpipe.ops.device.compile_gate import compile_gate
 from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.device_clock import Timing
+from asyncpipe.ops.device.inflow import Inflow
 from asyncpipe.ops.device.streams import AcceleratorStream, CpuStream, LaneStream, record
 from asyncpipe.ops.execute.compute import StageCompute
 from asyncpipe.ops.execute.crossings import Crossings
@@ -119,6 +120,8 @@ class Binder:
         )
         self._timings: dict[int, Timing] = {}
         """Of the tasks that accelerators have queued."""
+        self.last: dict[int, torch.Event] = {}
+        """By number of a lane: the event behind the last of its tasks that was queued."""
         self._streams = [resources.streams[lane] for lane in graph.lanes]
         """Of the graph's lanes."""
         self._on_host = all(isinstance(stream, CpuStream) for stream in resources.streams.values())
@@ -127,6 +130,11 @@ class Binder:
         self._reductions = Reductions(graph, tensors, resources.sums, resources.guard)
         self._gates = frozenset(graph.gates)
         self._crossings = crossings
+
+    def begin(self, ready: Mapping[torch.device, torch.Event]) -> Inflow:
+        """Begin to bring what the caller gives, which ``ready`` is behind; before the first task, on any thread."""
+        self._tensors.caller_ready = ready
+        return self._compute_of.begin_inflow()
 
     def bind(self, task: Task) -> Callable[[], Timing | None]:
         """The computation of ``task``, to be called on its device's thread inside ``around``."""
@@ -297,7 +305,7 @@ class Binder:
 
     def _finish(self, task: Task, timing: Timing | None) -> Timing | None:
         if timing is not None:
-            timing.end()
+            self.last[self._graph.lane_of[task.number]] = timing.end()
             self._timings[task.number] = timing
         return timing
 

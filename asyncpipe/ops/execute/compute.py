@@ -23,6 +23,7 @@ from asyncpipe.ops.autograd.random_streams import DeviceDraws
 from asyncpipe.ops.autograd.run_backward import as_of, run_backward
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import Copier
+from asyncpipe.ops.device.inflow import Inflow, Key
 from asyncpipe.ops.device.streams import LaneStream
 from asyncpipe.ops.execute.offloading import KeptActivations, OffloadedGraph, ghost, has_own_memory, storages_of
 from asyncpipe.ops.execute.parameter_hooks import hooked, without_hooks
@@ -68,6 +69,7 @@ class StageCompute:
         """Of the stages' devices."""
         self._copiers = {stage: copiers[lane] for stage, lane in lanes.items()}
         """To the stages' devices."""
+        self._inflow = Inflow({}, {})
         self._setups = {
             stage.index: StageSetup(stage, plan, context, draws[stage.device.name], notes) for stage in here
         }
@@ -85,6 +87,20 @@ class StageCompute:
 
     # Forward
 
+    def begin_inflow(self) -> Inflow:
+        """Begin to bring what the caller gives to accelerators, before the first task."""
+        if all(copier.is_on_host for copier in self._copiers.values()):
+            return self._inflow
+        tables, given = self._tensors, dict[Copier, dict[Key, Sequence[Tensor]]]()
+        sent: dict[Key, Sequence[Tensor]] = {key: packet.tensors for key, packet in tables.activations.items()}
+        sent.update((i, [target]) for i, target in tables.targets.items() if isinstance(target, Tensor))
+        for key, tensors in sent.items():
+            copier = self._copiers.get(self._rows.last_stage(key) if isinstance(key, int) else key[2])
+            if copier is not None and not copier.is_on_host and copier.needs(tensors):
+                given.setdefault(copier, {})[key] = tensors
+        self._inflow = Inflow(given, tables.caller_ready)
+        return self._inflow
+
     def forward(self, task: Task) -> None:
         """Take what the stage receives; store what it sends and, if a backward follows, its local graph."""
         i, j = task.microbatch, task.stage
@@ -95,7 +111,7 @@ class StageCompute:
         leaves: dict[int, list[Tensor]] = {}
         inputs: list[Tensor] = []
         for source, packet in received.items():
-            leaves[source] = mine = self._leaves(source, packet, j)
+            leaves[source] = mine = self._leaves((i, source, j), packet)
             inputs += mine
         readers = self._readers(i, j, leaves) if tables.readers else _NO_READERS
         run = StageRun(setup, i, received, self._target(i, j), readers)
@@ -160,13 +176,13 @@ class StageCompute:
             return _NO_READERS
         return [r for source, tensors in leaves.items() for r in found[source] or [NOBODY] * len(tensors)]
 
-    def _leaves(self, source: int, packet: Packet, j: int) -> list[Tensor]:
+    def _leaves(self, key: tuple[int, int, int], packet: Packet) -> list[Tensor]:
         """The stage's inputs as leaves, which require a gradient where their sender uses it. Empties the packet."""
         tensors, packet.tensors = packet.tensors, []
-        if source == CALLER:
+        if key[1] == CALLER:
             # Micro-batches are views of one batch. Only ``data`` has versions of its own: if a stage overwrites its
             # micro-batch, what was saved of the others is still what it was.
-            tensors = [tensor.data for tensor in self._from_caller(tensors, j)]
+            tensors = [tensor.data for tensor in self._from_caller(key, tensors, key[2])]
         # What a stage has sent is detached, and nobody else has it.
         # The caller's require a gradient, too, which a whole step does not hand on: a reentrant torch.utils.checkpoint
         # in the first stage makes gradients of its parameters only if its input requires one.
@@ -182,12 +198,14 @@ class StageCompute:
             return _NO_ARGUMENTS
         given = self._tensors.targets.pop(i)
         if isinstance(given, Tensor):
-            return Arguments(tuple(self._from_caller((given,), j)), {})
+            return Arguments(tuple(self._from_caller(i, (given,), j)), {})
         target = Packet(given)
-        return Arguments.wrap(target.rebuild(self._from_caller(target.tensors, j)))
+        return Arguments.wrap(target.rebuild(self._from_caller(i, target.tensors, j)))
 
-    def _from_caller(self, tensors: Sequence[Tensor], j: int) -> list[Tensor]:
+    def _from_caller(self, key: Key, tensors: Sequence[Tensor], j: int) -> list[Tensor]:
         """The caller's tensors on the stage's device, safe to read on its compute stream."""
+        if not self._copiers[j].is_on_host:
+            return self._inflow.take(self._copiers[j], key, tensors)
         fetch, ready = self._copiers[j].fetch, self._tensors.caller_ready
         return [fetch(tensor, ready) for tensor in tensors]
 

@@ -193,11 +193,9 @@ def _behind_all(tensors: Sequence[Tensor | None]) -> torch.Event | None:
     """The event behind whatever may write ``tensors``, which no task of this step makes; ``None`` on a CPU."""
     if (device := _accelerator_of(tensors)) is None:
         return None
-    # Hazard: these are parameters, when a step begins. The last step's updates, or who has loaded a state, may still
-    # write them, on any stream.
-    module = torch.get_device_module(device)
-    module.synchronize(device)
-    return record(module.current_stream(device))
+    # Hazard: these are parameters, when a step begins. Who has loaded a state, settled or undone the last step, may
+    # still write them, on this thread's current stream. (The tasks of that step have ended: the host has waited.)
+    return record(torch.get_device_module(device).current_stream(device))
 
 
 def _await_host(tensors: Sequence[Tensor | None]) -> None:

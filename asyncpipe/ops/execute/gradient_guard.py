@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.execute.gradient_turn import GradientTurn, refuse_inside_task
 from asyncpipe.ops.execute.parameter_hooks import call_accumulated_hooks, call_gradient_hooks, hooked
 from asyncpipe.ops.model.ties import accumulated
-from asyncpipe.ops.torch_internals import accumulated_hooks
+from asyncpipe.ops.torch_internals import accumulated_hooks, add_to_each
 
 __all__ = ["GradientGuard"]
 
@@ -93,9 +94,7 @@ class GradientGuard:
         # The others follow when no hook can raise any more: a sum in the earlier tensor cannot be undone.
         first = dict.fromkeys(parameter for parameter in with_hooks if accumulated_hooks(parameter))
         self._add_up_with_hooks(first)
-        for parameter in mine:
-            if parameter not in first:
-                _add_up(parameter, self._before[parameter])
+        _add_up((parameter, self._before[parameter]) for parameter in mine if parameter not in first)
         # Not before all are added: if a device fails meanwhile, all are rolled back.
         for parameter in mine:
             del self._before[parameter]
@@ -176,7 +175,7 @@ class GradientGuard:
             for parameter in parameters:
                 if (before := self._before[parameter]) is not None:
                     undo.append((before, before.clone()))
-                _add_up(parameter, before)
+                _add_up([(parameter, before)])
                 call_accumulated_hooks(parameter)
         except BaseException:
             for tensor, value in undo:
@@ -193,6 +192,20 @@ class GradientGuard:
         self._before.clear()
 
 
-def _add_up(parameter: nn.Parameter, before: Tensor | None) -> None:
-    if before is not None:
-        parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
+def _add_up(sums: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:
+    """Add the gradient of each parameter to the one before, in that tensor. On an accelerator by few kernels."""
+    alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for parameter, before in sums:
+        gradient = parameter.grad
+        parameter.grad = gradient if before is None else before
+        if before is None or gradient is None:
+            continue
+        kind = before.device, before.dtype, torch.strided, Tensor
+        if kind == (before.device, gradient.dtype, before.layout, type(before)) and gradient.layout is torch.strided:
+            totals, gradients = alike.setdefault(kind, ([], []))
+            totals.append(before)
+            gradients.append(gradient)
+        else:
+            parameter.grad = accumulated(before, gradient)
+    for totals, gradients in alike.values():
+        add_to_each(totals, gradients)

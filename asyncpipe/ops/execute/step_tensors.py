@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from typing import Any
 
 import torch
@@ -120,11 +119,12 @@ class StepTensors:
         return tensors
 
     def given(self) -> Iterator[Tensor]:
-        """The caller's tensors, before the step has begun; of targets those of one micro-batch."""
+        """The caller's tensors, before the step has begun."""
         for packet in self.activations.values():
             yield from packet.tensors
-        for target in islice(self.targets.values(), 1):
-            yield from (leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor))
+        for target in self.targets.values():
+            leaves = (target,) if isinstance(target, Tensor) else tree_leaves(target)
+            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def normalizer(self, device: torch.device) -> Tensor | None:
         """One over the sum of all counts, to multiply tensors on ``device`` with; ``None`` without counts.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import cast
 
 from asyncpipe.core.engine.events import Outcome, TaskCompleted, TaskFailed, TaskIssued
 from asyncpipe.core.graph.part import Part
@@ -14,10 +16,12 @@ from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerUse
 from asyncpipe.errors import PipelineClosedError, TaskError
+from asyncpipe.ops.device.copies import HostCopy
 from asyncpipe.ops.device.wire import to_buffers
 from asyncpipe.ops.edges.message import ReceivedMessage
 from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.step_tensors import StepTensors
+from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.device_notes import note_devices
@@ -114,7 +118,11 @@ class PartStep(PreparedStep):
         result, error = None, None
         try:
             await self.tenancy.pool.threads.issued(execution)
-            result = self._result()
+            left = self._left_for_the_caller()
+            await execution.done
+            if execution.record().outcome is Outcome.OK and left is not None:
+                brought = left if isinstance(left, PartResult) else await asyncio.to_thread(left)
+                result = to_buffers(brought, "the output of the last stage")
         except (TaskError, PipelineClosedError):
             pass  # The events tell it, or the controller has stopped it.
         except Exception as caught:  # noqa: BLE001 - the controller raises it
@@ -158,17 +166,29 @@ class PartStep(PreparedStep):
         with self._abandoned_on_error():
             self._commit()
 
-    def _result(self) -> object:
+    def _left_for_the_caller(self) -> PartResult | Callable[[], PartResult] | None:
+        """What the part has left for the caller; from an accelerator, what waits until copies have brought that::
+
+        lanes    [ F … B ]e [ next step ···
+        loop               wait e ▶ copies ▶ event              (queued; nothing blocks)
+        thread                                  wait ▶ bytes     (no task of the next step is waited for)
+        """
         tensors = self._tensors
         outputs = {i: packet.rebuild(packet.tensors) for i, packet in sorted(tensors.outputs.items())}
         # Of other replicas this worker may know the sum of their counts.
         counted = {i: count for i, count in tensors.counts.items() if i in tensors.losses}
         tables = (tensors.losses, counted, tensors.gradient_norms)
-        self._fence.end(tensors_of([*(list(table.values()) for table in tables), list(outputs.values())]))
+        left = tensors_of([*(list(table.values()) for table in tables), list(outputs.values())])
+        self._fence.end(left, self._binder.last.values())
         if not (any(tables) or outputs):
             return None
         losses, counts, norms = map(Scalars.of, tables)
-        return to_buffers(PartResult(losses, counts, norms, outputs), "the output of the last stage")
+        found = PartResult(losses, counts, norms, outputs)
+        if all(tensor.is_cpu for tensor in left):
+            return found
+        packet = Packet(found)
+        copies = [HostCopy(tensor) for tensor in packet.tensors]
+        return lambda: cast(PartResult, packet.rebuild(copy.wait() for copy in copies))
 
     def _journal(self, record: StepRecord) -> tuple[PartJournal, list[tuple[float, TaskFailed]]]:
         """What became of the tasks, in numbers of the part and of the controller's step."""
