@@ -1,9 +1,15 @@
 """A model whose gradients are known, and pipelines of it that are opened by ``with``."""
 
+import threading
+from contextlib import ExitStack, contextmanager
+
+import pytest
 import torch
 from torch import nn
 
 from asyncpipe import Pipeline
+from asyncpipe.ops.device.streams import Fence
+from tests.emulated import device as emu
 
 X = torch.randn(10, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGET = X.flip(0).clone()
@@ -27,6 +33,28 @@ class Call(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+@contextmanager
+def next_step_hangs():
+    """A function for a layer, whose second call queues a kernel, and what ends that kernel. No step ends before."""
+    hangs, calls, real = threading.Event(), [], Fence.end
+    held = ExitStack()
+
+    def call(x):
+        calls.append(0)
+        if len(calls) == 2:
+            held.enter_context(emu.hold(emu.current_stream()))
+            hangs.set()
+        return x * 1
+
+    def end(fence, *given):
+        assert hangs.wait(20)
+        real(fence, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fence, "end", end)
+        yield call, held
 
 
 def piped(model, devices, **options):

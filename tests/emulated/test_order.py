@@ -1,6 +1,5 @@
 """Nothing reads what is not there yet: between streams, and on the host. The device raises ``Hazard``, or gives NaN."""
 
-import threading
 from contextlib import ExitStack
 from functools import partial
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from asyncpipe.errors import AsyncpipeError
 from tests.emulated import device as emu
-from tests.emulated.helpers import TARGET, Call, X, bare, layers, piped, squares, take_gradients, worst
+from tests.emulated.helpers import TARGET, Call, X, bare, layers, next_step_hangs, piped, squares, take_gradients, worst
 
 ONE, TWO, THREE = ["emu:0"], ["emu:0"] * 2, ["emu:0", "cpu:0", "emu:0"]
 MIXED = [["cpu:0", "emu:0"], ["emu:0", "cpu:0"]]
@@ -151,24 +150,11 @@ def test_ties_skips_and_buffers_of_the_same_device():
 
 
 def test_a_loss_does_not_wait_for_tasks_of_the_next_step():
-    """The next step's first kernel hangs on a lane when the first step ends."""
-    held, hangs, calls = ExitStack(), threading.Event(), []
-
-    def first(x):
-        calls.append(0)
-        if len(calls) == 2:
-            held.enter_context(emu.hold(emu.current_stream()))
-            hangs.set()
-        return x * 1
-
-    def last(x):
-        assert hangs.wait(20)
-        return x * 1
-
-    model = nn.Sequential(Call(first), Call(last)).double()
-    with held, piped(model.eval(), TWO, microbatches=1) as pipe:
-        steps = pipe.steps([(X, TARGET)] * 2)
-        result = next(steps)
-        assert float(result.loss) == float(squares(X, TARGET))
-        held.close()
-        assert len(list(steps)) == 1
+    """The next step's kernel hangs on the lane when the first step ends."""
+    with next_step_hangs() as (hang, kernel):
+        model = nn.Sequential(Call(hang)).double().eval()
+        with piped(model, ONE, microbatches=1) as pipe, kernel:
+            steps = pipe.steps([(X, TARGET)] * 2)
+            assert float(next(steps).loss) == float(squares(X, TARGET))
+            kernel.close()
+            assert len(list(steps)) == 1

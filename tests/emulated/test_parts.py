@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -22,9 +21,9 @@ from asyncpipe.pipeline.step_inputs import StepInputs, StepOptions
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.waits import drive
 from tests.emulated import device as emu
-from tests.emulated.helpers import TARGET, Call, X, squares
+from tests.emulated.helpers import TARGET, Call, X, next_step_hangs, squares
 
-TWO = ["emu:0"] * 2
+ONE = ["emu:0"]
 
 
 def begun(parts, tenancy, number, after=None):
@@ -47,27 +46,15 @@ def begun(parts, tenancy, number, after=None):
 
 
 async def test_the_loop_of_a_worker_waits_for_no_task_of_the_next_step():
-    """Whose first kernel hangs on a lane when the first step ends. The loss comes all the same, in time and right."""
-    held, hangs, calls = ExitStack(), threading.Event(), []
-
-    def first(x):
-        calls.append(0)
-        if len(calls) == 2:
-            held.enter_context(emu.hold(emu.current_stream()))
-            hangs.set()
-        return x * 1
-
-    def last(x):
-        assert hangs.wait(20)
-        return x * 1
-
-    model = nn.Sequential(Call(first), Call(last)).double().eval()
-    parts = Pipeline(model, TWO, microbatches=1, checkpoint="never", loss_fn=squares)._parts
+    """Whose kernel hangs on the lane when the first step ends. The loss comes all the same, and is right."""
     pool = DevicePool()
     pool.open_here(None)
-    tenancy = Tenancy(pool, resolve_devices(TWO), Tenant(Share()), own=False)
+    tenancy = Tenancy(pool, resolve_devices(ONE), Tenant(Share()), own=False)
     await drive(tenancy.opened())
-    with held:
+    with next_step_hangs() as (hang, kernel), kernel:
+        model = nn.Sequential(Call(hang)).double().eval()
+        parts = Pipeline(model, ONE, microbatches=1, checkpoint="never", loss_fn=squares)._parts
+        emu.synchronized.clear()
         one = begun(parts, tenancy, 0)
         two = begun(parts, tenancy, 1, one)
         ended = await asyncio.wait_for(one.ended(), 20)
@@ -75,7 +62,7 @@ async def test_the_loop_of_a_worker_waits_for_no_task_of_the_next_step():
         found = from_buffers(ended.result)
         assert float(found.losses.tensors()[0]) == float(squares(X, TARGET))
         assert float((found.outputs[0] - X).abs().max()) == 0
-        held.close()
+        kernel.close()
         assert (await two.ended()).error is None
         two.settle(keep=True)
     assert threading.current_thread().name not in emu.synchronized
