@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def sticky_error(machine: Machine) -> Outcome:
         table = torch.zeros(4, dtype=x.dtype, device=x.device)
         return x + table[torch.full((1,), index, device=x.device)]
 
-    def spoiled(fence: Fence, results: Iterable[Tensor] = ()) -> None:
+    def spoiled(fence: Fence, *given: object) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered (emulated)")
 
     x, raised, result = batch(8).to(machine.device), None, None
