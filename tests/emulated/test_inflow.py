@@ -59,7 +59,8 @@ def test_large_tensors_are_pinned_by_a_thread_and_come_by_streams_of_their_own(p
         assert len(emu.copied_by) >= 2, "one of the caller's, for the loss"
         assert not emu.copied_by & {getattr(stream, "stream", None) for stream in computing}
     no_thread_pins()
-    assert {name.startswith("asyncpipe inputs") for name in pinning} == {large}
+    if devices is TWO:  # What a stage on the CPU sends is pinned by the receiver's thread.
+        assert {name.startswith("asyncpipe inputs") for name in pinning} == {large}
 
 
 @pytest.mark.parametrize("call", ["step", "call"])
