@@ -51,7 +51,7 @@ def _apart(monkeypatch):
         return tensor.clone()
 
     def on_its_lane(copier, tensors, side):
-        with copier._lane.use():  # Private: a copier does so where it copies.
+        with copier.lane.use():  # A copier does so where it copies.
             return copy(copier, tensors, side)
 
     copy = copies.Copier.copy
