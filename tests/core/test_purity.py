@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -101,6 +102,13 @@ def private_names(tree: ast.Module) -> set[str]:
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
                 names.add(name)
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_tables_that_grow_meanwhile_are_copied_in_one_operation() -> None:
+    """Without the interpreter's lock, ``tuple`` of a dict's view iterates, and ``list`` of it does not; iterating over
+    a ``WeakSet`` fails, with the lock as well, when a member goes on another thread."""
+    view = re.compile(r"tuple\([\w.]*\._\w+\.(values|items|keys)\(\)\)")
+    assert [path.name for path in TREES if view.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_no_module_reaches_into_private_names() -> None:

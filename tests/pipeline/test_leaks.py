@@ -8,17 +8,13 @@ import weakref
 
 import pytest
 import torch
+from fault_helpers import live_tensors
 from torch import nn
 
 from asyncpipe import Pipeline, TaskError
 from asyncpipe.testing import InlineExecutor
 
 mse = nn.functional.mse_loss
-
-
-def live_tensors() -> int:
-    gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 async def test_two_hundred_steps_leave_nothing_behind(workload, new_threads):
