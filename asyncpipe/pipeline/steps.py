@@ -37,7 +37,7 @@ from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.runtime.line import Line
 from asyncpipe.runtime.portal import Ended, PortalCall
-from asyncpipe.runtime.waits import Waiting, Waits, has_ended
+from asyncpipe.runtime.waits import Waiting, Waits, drive, drive_blocking, has_ended
 
 __all__ = ["FEED", "Batch", "StepRun", "check_batches", "one_step", "run_steps", "run_steps_blocking"]
 
@@ -291,7 +291,7 @@ def results(run: StepRun, source: Any, *, blocking: bool) -> _Next:
         while run.under_way:
             yield _Due((yield from run.oldest()))
     except GeneratorExit:
-        yield from _left(run, blocking=blocking)
+        # Who drives this completes the steps (``_left``): the collector may close this one before that one.
         raise
     except BaseException:
         yield from run.abort()
@@ -304,18 +304,21 @@ def results(run: StepRun, source: Any, *, blocking: bool) -> _Next:
 
 def _left(run: StepRun, *, blocking: bool) -> Waiting[None]:
     """Complete the steps that have begun; the caller has left the loop."""
-    if blocking:
-        try:
-            run.tenancy.check_caller(blocking=True)  # The garbage collector may close it on any thread.
-        except NestedWaitError:
-            run.abort_later()
-            raise
     try:
-        while run.under_way:
-            yield from run.oldest()
-    except BaseException:
-        yield from run.abort()
-        raise
+        if blocking:
+            try:
+                run.tenancy.check_caller(blocking=True)  # The garbage collector may close it on any thread.
+            except NestedWaitError:
+                run.abort_later()
+                raise
+        try:
+            while run.under_way:
+                yield from run.oldest()
+        except BaseException:
+            yield from run.abort()
+            raise
+    finally:
+        run.feeding.give_up_prepared()
 
 
 async def _each(batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
@@ -342,6 +345,10 @@ async def run_steps(run: StepRun, batches: Iterable[Any] | AsyncIterable[Any]) -
                 value = await following.awaited()
         except StopIteration:
             return
+        except GeneratorExit:
+            steps.close()
+            await drive(_left(run, blocking=False))
+            raise
         except BaseException as caught:
             if has_ended(steps):
                 raise
@@ -363,6 +370,10 @@ def run_steps_blocking(run: StepRun, batches: Iterable[Any]) -> Generator[StepRe
                 value = following.wait()
         except StopIteration:
             return
+        except GeneratorExit:
+            steps.close()
+            drive_blocking(_left(run, blocking=True))
+            raise
         except BaseException as caught:
             if has_ended(steps):
                 raise

@@ -10,7 +10,17 @@ import weakref
 import pytest
 import torch
 from dropin_helpers import parts, pipeline
-from fault_helpers import Boom, Gradients, OnBackward, fault_at, interrupt_at, live_tensors, nothing, raise_boom
+from fault_helpers import (
+    Boom,
+    Gradients,
+    OnBackward,
+    collect,
+    fault_at,
+    interrupt_at,
+    live_tensors,
+    nothing,
+    raise_boom,
+)
 from thread_helpers import join_all, threads_of_asyncpipe
 from torch import nn
 
@@ -192,7 +202,7 @@ def test_outputs_that_are_dropped_free_everything(workload, mode):
             output = pipe(x)
             saved += [weakref.ref(x), weakref.ref(output)]
             del x, output
-            gc.collect()
+            collect()
             assert [ref() for ref in saved] == [None] * len(saved)
         check_the_next_call(pipe, model, workload)
 

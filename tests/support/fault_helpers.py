@@ -14,7 +14,17 @@ from torch import Tensor, nn
 
 from asyncpipe.core.graph.task import Task
 
-__all__ = ["Boom", "Gradients", "OnBackward", "fault_at", "interrupt_at", "live_tensors", "nothing", "raise_boom"]
+__all__ = [
+    "Boom",
+    "Gradients",
+    "OnBackward",
+    "collect",
+    "fault_at",
+    "interrupt_at",
+    "live_tensors",
+    "nothing",
+    "raise_boom",
+]
 
 
 class Boom(Exception):
@@ -46,14 +56,19 @@ def interrupt_at(task_id: str, cancelled: threading.Event) -> Callable[[Task], N
     return hook
 
 
-def live_tensors() -> int:
-    """How many tensors there are that something refers to.
+def collect() -> None:
+    """Free what nothing refers to.
 
     Without the interpreter's lock, the last reference to what another thread has made only reaches a list of that
     thread, which the next collection empties; what that frees may refer to more of it.
     """
     for _ in range(1 if getattr(sys, "_is_gil_enabled", lambda: True)() else 4):
         gc.collect()
+
+
+def live_tensors() -> int:
+    """How many tensors there are that something refers to."""
+    collect()
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 

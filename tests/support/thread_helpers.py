@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -55,6 +56,10 @@ def threads_of_asyncpipe() -> set[threading.Thread]:
 
 
 def join_all(threads: Iterable[threading.Thread]) -> None:
+    until = time.monotonic() + SECONDS
     for thread in threads:
-        thread.join(SECONDS)
+        # In short waits: without the interpreter's lock, what this thread has made and another one drops last, a pool
+        # that ends its threads for instance, is freed here when this thread runs.
+        while thread.is_alive() and time.monotonic() < until:
+            thread.join(0.05)
         assert not thread.is_alive()
