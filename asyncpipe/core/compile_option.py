@@ -30,8 +30,7 @@ class CompileOption:
     mode: str | None = None
     options: Mapping[str, Any] | None = None
     regional: bool = True
-    """Whether layers of a kind that a stage has several of are compiled once, and the others between them; if not, or
-    where a stage has none, the whole stage is."""
+    """Whether only the blocks of a stage that has such are compiled, once for all of them; if not, whole stages."""
     cuda_graphs: bool = False
     """Whether nothing is compiled, and kernels are captured in CUDA graphs instead."""
 

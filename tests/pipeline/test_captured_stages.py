@@ -65,7 +65,7 @@ class RecordingDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.seen: Counter[Any] = Counter()
-        self.captures = self.settled = 0
+        self.captures = self.warmed_up = 0
         self.made.append(self)
 
     def lane(self) -> object:
@@ -73,17 +73,12 @@ class RecordingDevice:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
+        self.warmed_up += 1
         with Operators(self.seen):
             yield
 
-    def settle(self) -> None:
-        self.settled += 1
-
-    def pool(self) -> None:
-        pass
-
     @contextmanager
-    def capturing(self, pool: None) -> Iterator[RecordedGraph]:
+    def capturing(self, other: RecordedGraph | None = None) -> Iterator[RecordedGraph]:
         self.captures += 1
         graph, state = RecordedGraph(), self.generator.get_state()
         with Operators(self.seen, graph.operators):
@@ -123,7 +118,7 @@ def test_replays_compute_what_is_computed_without_graphs(checkpoint: str, schedu
         assert not any(each.again for each in made)
         assert device.captures == sum(each.forward_graphs + each.backward_graphs for each in made)
         # Of each of two sizes, and with checkpoint also without a graph: one warm-up, however many slots there are.
-        assert device.settled == (2 if checkpoint == "never" else 4) <= len(made)
+        assert device.warmed_up == (2 if checkpoint == "never" else 4) <= len(made)
 
 
 class Counted(nn.Module):

@@ -167,8 +167,7 @@ def test_stages_that_change_buffers_and_overwrite_inputs_of_different_sizes_are_
 @pytest.mark.parametrize(
     ("layers", "regional", "graphs"),
     [
-        # Two layers and a block; a block, and two layers.
-        (blocks, True, [2, 2]),
+        (blocks, True, [1, 1]),
         (blocks, False, [1, 1]),
         # The compiler takes the power for fixed, and gives up code that it has compiled 8 times.
         pytest.param(different_blocks, True, [10, 10], marks=pytest.mark.long),

@@ -46,7 +46,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,33 +86,27 @@ class GraphDevice:
         self._stream = AcceleratorStream(device).stream
         """Where graphs are captured."""
 
-    def lane(self) -> object:
+    def lane(self) -> Any:
         """The stream on which the calling thread queues, and so replays."""
         return torch.cuda.current_stream(self.device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """What is queued inside runs on the stream of captures, behind what this thread has queued, and before more."""
-        lane = torch.cuda.current_stream(self.device)
+        lane = self.lane()
         # Hazard: the lane's stream has queued the writes to what is read inside: parameters and copies of inputs.
         self._stream.wait_stream(lane)
         with torch.cuda.stream(self._stream):
             yield
         # Hazard: the lane's stream queues writes to the same memory next: the first micro-batch, and later an update.
         lane.wait_stream(self._stream)
-
-    def settle(self) -> None:
-        """Free the memory of warm-ups, which is kept for the stream of captures, where no capture may use it."""
+        # What was freed inside is kept for the stream of captures, where no capture may use it.
         torch.cuda.empty_cache()
 
-    def pool(self) -> Any:
-        """Memory for graphs."""
-        return torch.cuda.graph_pool_handle()
-
     @contextmanager
-    def capturing(self, pool: Any) -> Iterator[Any]:
-        """A graph of the kernels that are queued inside."""
-        graph = torch.cuda.CUDAGraph()
+    def capturing(self, other: Any = None) -> Iterator[Any]:
+        """A graph of the kernels that are queued inside, in the memory of another graph or in memory of its own."""
+        graph, pool = torch.cuda.CUDAGraph(), other.pool() if other else torch.cuda.graph_pool_handle()
         # Not ``torch.cuda.graph``, which waits for the whole device and empties the allocator's cache each time.
         with torch.cuda.stream(self._stream):
             # ``thread_local``: what other threads do meanwhile (wait for events, allocate) is none of the capture's.
@@ -135,17 +129,6 @@ class _Sizes:
         """Of the parameters and buffers that the graphs read."""
 
 
-class _ModuleLook(NamedTuple):
-    """What a stage's module was like when it was looked at."""
-
-    kind: CallKind
-    """That of the calls for which it was."""
-    flags: int
-    """The number of what is asked by ``training`` and ``requires_grad``; equal for equal answers."""
-    addresses: tuple[int, ...]
-    """Of its parameters and buffers; the same object as long as they are equal."""
-
-
 _drawing: weakref.WeakKeyDictionary[StageCapturer, tuple[torch.device, object, int]] = weakref.WeakKeyDictionary()
 """By what captured graphs that draw: the device and the stream on which these are replayed, and the stage."""
 
@@ -161,7 +144,8 @@ class StageCapturer:
         self._cuda: GraphDevice | None = None
         self._sizes: dict[object, _Sizes] = {}
         self._flags: dict[object, int] = {}
-        self._look: _ModuleLook | None = None
+        self._look: tuple[CallKind, int, tuple[int, ...]] | None = None
+        """What ``_looked`` has found last, and for calls of which kind."""
         self.compilations: list[Compilation] = []
         """All so far."""
         compile_gate.is_used = True
@@ -171,11 +155,11 @@ class StageCapturer:
         self, tensors: Sequence[Tensor], kind: CallKind, microbatch: int, notes: list[Compilation]
     ) -> Iterator[Callable[[Received], Any]]:
         """As ``StageCompiler.prepared``."""
-        look = self._looked(kind)
+        _, flags, addresses = self._looked(kind)
         key = (
             torch.is_grad_enabled(),
             kind.context,
-            look.flags,
+            flags,
             tuple([(each.dtype, each.shape, each.stride(), each.requires_grad) for each in tensors]),
         )
         sizes = self._sizes.get(key)
@@ -187,11 +171,10 @@ class StageCapturer:
             self._check_buffers(buffers)
             self._sizes[key] = _Sizes(draws=not torch.equal(unused, cuda.generator.get_state()))
             return
-        moved = False
-        if look.addresses is not sizes.addresses and look.addresses != sizes.addresses:
+        same = addresses is sizes.addresses or addresses == sizes.addresses
+        if moved := bool(sizes.addresses) and not same:
             sizes.free.clear()
-            moved = bool(sizes.addresses)
-        sizes.addresses = look.addresses
+        sizes.addresses = addresses
         if sizes.free:
             slot = sizes.free.pop()
             yield lambda received: slot.run(received, _gives_back(sizes, slot))
@@ -203,20 +186,17 @@ class StageCapturer:
         finally:
             hold_up(False)
 
-    def _looked(self, kind: CallKind) -> _ModuleLook:
-        """What the module is like, in calls of ``kind``."""
+    def _looked(self, kind: CallKind) -> tuple[CallKind, int, tuple[int, ...]]:
+        """The number of what is asked by ``training`` and ``requires_grad``, and where parameters and buffers are."""
         look = self._look
-        if look is not None and look.kind is kind and not kind.may_retain:
+        if look is not None and look[0] is kind and not kind.may_retain:
             return look
         parameters = list(self._module.parameters())
-        flags = (
-            tuple([module.training for module in self._submodules]),
-            tuple([parameter.requires_grad for parameter in parameters]),
-        )
+        flags = [module.training for module in self._submodules] + [each.requires_grad for each in parameters]
         addresses = tuple([each.data_ptr() for each in (*parameters, *self._module.buffers())])
-        if look is not None and look.addresses == addresses:
-            addresses = look.addresses
-        look = self._look = _ModuleLook(kind, self._flags.setdefault(flags, len(self._flags)), addresses)
+        if look is not None and look[2] == addresses:
+            addresses = look[2]  # The same object is compared at once.
+        self._look = look = kind, self._flags.setdefault(tuple(flags), len(self._flags)), addresses
         return look
 
     def retained(self) -> AbstractContextManager[None]:
@@ -323,18 +303,16 @@ class _GraphSlot:
                 for _ in range(warm_ups):
                     outputs = self._forward_of(module)
                     self._backward_of(outputs, [torch.zeros_like(each) for each in self._wanted(outputs)])
-            cuda.settle()
             if state is not None:
                 cuda.generator.set_state(state)
         # One pool for both: the backward frees what the forward has saved. No other slot may have that memory.
-        pool = cuda.pool()
-        with cuda.capturing(pool) as self.forward:
+        with cuda.capturing() as self.forward:
             outputs = self._forward_of(module)
         self.backward: Any = None
         if any(self.wants):
             self.starts = [torch.zeros_like(each) for each in self._wanted(outputs)]
             """What the backward begins from."""
-            with cuda.capturing(pool) as self.backward:
+            with cuda.capturing(self.forward) as self.backward:
                 found = iter(self._backward_of(outputs, self.starts))
             self.gradients = [next(found) if each.requires_grad else None for each in self.inputs]
             self.of_parameters = list(found)

@@ -1,14 +1,13 @@
-"""Stages compiled by ``torch.compile``, in one or several pieces for each kind of call, and what is told of them.
+"""Stages compiled by ``torch.compile``, as a whole or block by block, and what is told of them.
 
-By default a stage is compiled in *pieces* (``regional``): each layer that it has several of, by class and shapes, is
-one, and all such layers share its code, so that twelve blocks are compiled once; so are the layers between them.
-A stage without such layers is one piece, and so is one that does more than to call its layers in order::
+By default only the *blocks* of a stage are compiled (``regional``): layers with modules inside that it has several of,
+by class and shapes, and that are most of it. They share code, so that twelve are compiled once; other layers run as
+they are. A stage without blocks is compiled as a whole, and so is one that does more than to call its layers in order::
 
-    regional    │ embedding │ block │ block │ block │ norm, head │     3 graphs forward, 3 backward
-    whole       │ embedding   block   block   block   norm, head │     1 graph forward, 1 backward
+    regional    embedding   │ block │ block │ block │   norm, head     1 graph forward, 1 backward, thrice
+    whole       │ embedding   block   block   block     norm, head │   1 graph forward, 1 backward
 
-Between pieces runs Python: some microseconds for the checks of each piece, and nothing is fused across. Compiling takes
-as long as the different pieces take.
+Between blocks runs Python: some microseconds for the checks of each, and nothing is fused across.
 
 Calls are of the same *kind* if they have the same grad mode, autocast, training flags, and types and dimensions of what
 the stage receives. Each kind has a copy of the code that calls the stage, since the compiler keeps what it has
@@ -37,6 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,7 +120,7 @@ class _Compiled:
 
 @dataclass(slots=True, eq=False)
 class _Code:
-    """What is compiled of calls of a kind: of the whole stage, or of one or several layers."""
+    """What is compiled of calls of a kind: of the whole stage, or of a block."""
 
     call: Callable[..., Any]
     graphs: int = 0
@@ -144,11 +144,10 @@ class StageCompiler:
         self._module = module
         self._option = option
         self._make = _inner_backend(option, on_cpu=on_cpu)
-        pieces = _pieces(layered[0]) if layered else []
-        self._layered: Layered | None = layered
-        if layered is None or all(key is None for _, key in pieces):
-            pieces, self._layered = [((module,), None)], None
-        self._pieces = pieces
+        layers, keys = (layered[0], _block_keys(layered[0])) if layered else ((), [])
+        self._join = layered[1] if layered and any(keys) else itemgetter(0)
+        self._pieces = list(zip(layers, keys, strict=True)) if any(keys) else [(module, (True,))]
+        """The layers, or the whole stage; with a key, equal for those that share code, or without one: not compiled."""
         self._submodules = tuple(module.modules())
         self._kinds: dict[object, _Compiled] = {}
         self._lock = threading.Lock()
@@ -215,32 +214,13 @@ class StageCompiler:
         codes: dict[object, _Code] = {}
 
         def code(key: object) -> _Code:
-            if key is None:
-                return self._new_code(compiled, may_retain)
             if key not in codes or codes[key].graphs >= MOST_SHARED:
                 codes[key] = self._new_code(compiled, may_retain)
             return codes[key]
 
-        calls = [self._piece(compiled, partial(code, key), *layers) for layers, key in self._pieces]
-        compiled.call = self._layered[1](calls) if self._layered else calls[0]
+        pieces = [_piece(compiled, partial(code, key), layer) if key else layer for layer, key in self._pieces]
+        compiled.call = self._join(pieces)
         return compiled
-
-    @staticmethod
-    def _piece(compiled: _Compiled, find: Callable[[], _Code], *layers: nn.Module) -> Callable[..., Any]:
-        """What calls ``layers``, one after the other, with code that it finds when it first runs."""
-        code: _Code | None = None
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal code
-            code = code or find()
-            if not torch.is_grad_enabled():
-                # What the stage receives may require a gradient; what layers give each other here does not.
-                args = tuple([each.detach() if isinstance(each, Tensor) else each for each in args])
-            if compiled.batch is not None:
-                _mark_batch((args, kwargs), *compiled.batch)
-            return code.call(layers, *args, **kwargs)
-
-        return call
 
     def _new_code(self, compiled: _Compiled, may_retain: bool) -> _Code:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -322,22 +302,13 @@ MOST_SHARED = 3
 """Graphs of one code after which the next layer gets another. The compiler gives up a code of which it has made 8."""
 
 
-def _pieces(layers: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], object]]:
-    """What of a stage is compiled by itself, in order: one layer with a key, equal for those that share code, or
-    consecutive others with ``None``.
-
-    Layers share code if they have modules inside, of the same classes and with parameters of the same shapes.
-    """
-    keys = [_likeness(layer) for layer in layers]
-    pieces: list[tuple[list[nn.Module], object]] = []
-    for layer, key in zip(layers, keys, strict=True):
-        if keys.count(key) > 1 and any(True for _ in layer.children()):
-            pieces.append(([layer], key))
-        elif pieces and pieces[-1][1] is None:
-            pieces[-1][0].append(layer)
-        else:
-            pieces.append(([layer], None))
-    return [(tuple(run), key) for run, key in pieces]
+def _block_keys(layers: Sequence[nn.Module]) -> list[object]:
+    """By layer: equal keys for blocks that share code, ``None`` for others; for all if blocks are the lesser part."""
+    keys = [_likeness(layer) if any(True for _ in layer.children()) else None for layer in layers]
+    found = [key if keys.count(key) > 1 else None for key in keys]
+    sizes = [sum(1 for _ in layer.modules()) for layer in layers]
+    inside = sum(size for size, key in zip(sizes, found, strict=True) if key)
+    return found if 2 * inside > sum(sizes) else [None] * len(keys)
 
 
 def _likeness(layer: nn.Module) -> object:
@@ -349,15 +320,28 @@ def _likeness(layer: nn.Module) -> object:
     )
 
 
+def _piece(compiled: _Compiled, find: Callable[[], _Code], layer: nn.Module) -> Callable[..., Any]:
+    """What calls ``layer`` with code that it finds when it first runs."""
+    code: _Code | None = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal code
+        code = code or find()
+        if not torch.is_grad_enabled():
+            # What the stage receives may require a gradient; what layers give each other here does not.
+            args = tuple([each.detach() if isinstance(each, Tensor) else each for each in args])
+        if compiled.batch is not None:
+            _mark_batch((args, kwargs), *compiled.batch)
+        return code.call(layer, *args, **kwargs)
+
+    return call
+
+
 def _own_code(stage: int) -> Callable[..., Any]:
     """A function with code of its own, by which the compiler keeps what it has compiled."""
 
-    def call(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        first, *others = layers
-        value = first(*args, **kwargs)
-        for layer in others:
-            value = layer(value)
-        return value
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return layer(*args, **kwargs)
 
     call.__code__ = call.__code__.replace(co_name=f"stage_{stage}_{next(_numbers)}")
     return call
@@ -376,7 +360,7 @@ def _inner_backend(
             # On a CPU, threads that start C++ compilers, and end with the compilation (``end_compiler_threads``). On an
             # accelerator it would be a pool of processes in each worker, which takes seconds to start and outlives the
             # pipeline.
-            options.setdefault("compile_threads", min(len(os.sched_getaffinity(0)), 8) if on_cpu else 1)
+            options.setdefault("compile_threads", min(os.cpu_count() or 1, 8) if on_cpu else 1)
         return compile_backend(option.backend, option.mode, options, option.dynamic)
     except (RuntimeError, ValueError, ImportError) as error:
         raise OptionError(f"compile: {error}") from error
