@@ -199,8 +199,7 @@ class PartsExecution(DrivenStep):
                     self.number, self.graph, share, self.started, parts, self._over, self.error, after=self.follows
                 )
                 workers = {name: _worker_notes(self, worker) for name, worker in self.workers.items()}
-                merged = replace(StepNotes.merged(notes, workers), why_workers=self.tenant.why_workers)
-                self._record = replace(record, notes=merged)
+                self._record = replace(record, notes=StepNotes.merged(notes, workers, self.tenant.why_workers))
             return self._record
 
     def _events(self, name: str, journal: PartJournal) -> list[tuple[float, TaskEvent]]:

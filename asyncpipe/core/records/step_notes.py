@@ -79,9 +79,12 @@ class StepNotes:
         )
 
     @staticmethod
-    def merged(parts: Mapping[str, StepNotes], workers: Mapping[str, WorkerNotes]) -> StepNotes:
-        """What all workers have noted, by their names. Devices of the same name in several workers are added up."""
-        merged = StepNotes(samples=list(_samples_of_all(parts)), workers=dict(workers))
+    def merged(parts: Mapping[str, StepNotes], workers: Mapping[str, WorkerNotes], why_workers: str = "") -> StepNotes:
+        """What all workers have noted, by their names. Devices of the same name in several workers are added up.
+
+        ``workers`` and ``why_workers`` are known to the controller alone.
+        """
+        merged = StepNotes(samples=list(_samples_of_all(parts)), workers=dict(workers), why_workers=why_workers)
         for notes in parts.values():
             for device, memory in notes.memory.items():
                 before = merged.memory.get(device)

@@ -123,6 +123,7 @@ def notes(number: int = 0) -> StepNotes:
         workers=WORKERS,
         drew={number},
         compilations=[Compilation(number, "inductor", "training", 1, 1, (), "", 2.0)],
+        why_workers="measured",
         taken={LANE: ((4.0, 0.5),)},
     )
     assert all(getattr(made, field.name) for field in fields(made))
@@ -144,7 +145,7 @@ def test_shifted_changes_times_alone() -> None:
 
 
 def test_merged_has_all_of_one_and_adds_what_two_have_of_a_device() -> None:
-    one = StepNotes.merged({"a": notes()}, WORKERS)
+    one = StepNotes.merged({"a": notes()}, WORKERS, "measured")
     assert {f.name for f in fields(one) if getattr(one, f.name) != getattr(notes(), f.name)} == set()
     both = StepNotes.merged({"a": notes(0), "b": notes(1)}, WORKERS)
     assert both.memory == {"cuda:0": DeviceMemory(2, 5, 10)}
