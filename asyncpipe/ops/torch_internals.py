@@ -702,22 +702,12 @@ record_function: Callable[[str], AbstractContextManager[object]] = getattr(
 """A name for profilers around what runs inside."""
 
 
-def share_storage(memory: Tensor) -> tuple[Any, ...]:
-    """The handles by which another process opens the memory of ``memory``, which is all of its storage's."""
-    storage: Any = memory.untyped_storage()
-    handles: tuple[Any, ...] = storage._share_cuda_()
-    return handles
-
-
-def open_shared_storage(handles: tuple[Any, ...], device: torch.device) -> Tensor:
-    """The bytes of another process's ``share_storage``, as if they were on ``device``."""
-    storage = torch.UntypedStorage._new_shared_cuda(device.index, *handles[1:])
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def forget_shared_storage(handles: tuple[Any, ...]) -> None:
-    """The process that shared it takes back what the other one holds: its memory is free when it drops it itself."""
-    torch.UntypedStorage._release_ipc_counter_cuda(*handles[4:6])
+share_storage: Callable[[Any], tuple[Any, ...]] = torch.UntypedStorage._share_cuda_
+"""The handles by which another process opens the memory of a storage on a GPU."""
+open_storage: Callable[..., torch.UntypedStorage] = torch.UntypedStorage._new_shared_cuda
+"""The storage of another process, as if it were on a device, by the device's number and the handles behind theirs."""
+forget_storage: Callable[..., None] = torch.UntypedStorage._release_ipc_counter_cuda
+"""Take back what another process holds of a storage that was shared, by the handle and the place of its counter."""
 
 
 def nccl_options(limit: timedelta) -> Any:

@@ -114,9 +114,7 @@ class Workers:
         """Those that took the place of lost ones, until a pipeline is loaded there."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._owned: dict[str, tuple[str, ...]] = {}
-        """The devices of each worker that was asked for, in all pipelines."""
-        self._started_with: dict[str, tuple[str, ...]] = {}
-        """The accelerators that each one was started for, in their order."""
+        """The devices that each worker was started for."""
 
     def new_pipeline(self) -> int:
         """A number for one more pipeline."""
@@ -166,9 +164,8 @@ class Workers:
         """Start the workers of these devices that are missing, or were lost. They start at the same time."""
         owned: dict[str, tuple[str, ...]] = {}
         for device, name in self.worker_of(devices).items():
-            owned[name] = (*owned.get(name, self._owned.get(name, ())), device)
-        owned = {name: tuple(dict.fromkeys(devices)) for name, devices in owned.items()}
-        self._owned |= owned
+            before = owned.get(name, self._owned.get(name, ()))
+            owned[name] = before if device in before else (*before, device)
         async with AsyncExitStack() as turns:
             # In one order, so that no two callers wait for each other.
             for name in sorted(owned):
@@ -183,7 +180,7 @@ class Workers:
                     if connection.name in self._connections:
                         self._restarted.add(connection.name)
                     self._connections[connection.name] = connection
-                    self._started_with[connection.name] = PlannedWorker("", owned[connection.name]).accelerators
+                    self._owned[connection.name] = owned[connection.name]
                     self.numbers.setdefault(connection.name, len(self.numbers))
 
     @property
@@ -197,7 +194,7 @@ class Workers:
 
     def own_number(self, worker: str, device: Device) -> int:
         """The number of ``device`` in a worker that sees only its own accelerators. Raises ``OptionError`` if none."""
-        seen, name = self._started_with[worker], DeviceName.parse(device.name).physical
+        seen, name = PlannedWorker("", self._owned[worker]).accelerators, DeviceName.parse(device.name).physical
         if name not in seen:
             raise OptionError(
                 f"worker {worker!r} was started for {', '.join(seen)}, and sees no {name}; give this pipeline a pool "

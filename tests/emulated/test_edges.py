@@ -249,7 +249,7 @@ def test_a_task_waits_for_what_its_edge_brings():
     (task, dependency), gate = next(iter(cut.arrivals.items()))
     ready, own = record(edge), cut.graph.gates[gate]
     packet = Packet((torch.ones(3),))
-    crossings.arrived(task, dependency, packet.shell(), packet.tensors, lambda: None, ready)
+    crossings.arrived(task, dependency, packet.shell(), packet.tensors, (lambda: None, ready))
     binder = SimpleNamespace(_timings={}, _graph=cut.graph, _crossings=crossings, _gates=(), _tensors=tensors)
     for waits in ([ready], []):
         stream = SimpleNamespace(wait=lane.wait_event)

@@ -585,7 +585,7 @@ async def test_a_worker_that_sees_its_own_accelerators_numbers_them_itself(monke
     with pytest.raises(OptionError, match=r"worker 'a' was started for cuda:1, cuda:3, and sees no cuda:2; give"):
         workers.own_number("a", two)
     up.clear()
-    await workers.admit([one])
+    await workers.admit([two])
     assert started == [{"a": ("cuda:3", "cuda:1")}, {"a": ("cuda:3", "cuda:1", "cuda:2")}]
     assert workers.own_number("a", two) == 1
 

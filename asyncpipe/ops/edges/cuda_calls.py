@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncpipe.ops.torch_internals import forget_shared_storage, open_shared_storage, share_storage
+from asyncpipe.ops.torch_internals import forget_storage, open_storage, share_storage
 
 __all__ = ["Handles", "PinnedMap", "forget", "open_shared", "pin", "share", "shareable_event", "unpin"]
 
@@ -63,7 +63,7 @@ def share(memory: Tensor, event: Any) -> Handles:
 
     Raises ``RuntimeError`` for memory that cannot be shared, such as an allocator's of the user's own.
     """
-    return share_storage(memory), event.ipc_handle()
+    return share_storage(memory.untyped_storage()), event.ipc_handle()
 
 
 def open_shared(handles: Handles, device: torch.device) -> tuple[Tensor, torch.Event]:
@@ -74,9 +74,9 @@ def open_shared(handles: Handles, device: torch.device) -> tuple[Tensor, torch.E
     """
     memory, event = handles
     opened: torch.Event = torch.cuda.Event.from_ipc_handle(device, event)  # type: ignore[no-untyped-call]
-    return open_shared_storage(memory, device), opened
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(open_storage(device.index, *memory[1:])), opened
 
 
 def forget(handles: Handles) -> None:
     """The other process uses the memory no more, also if it has ended without having said so."""
-    forget_shared_storage(handles[0])
+    forget_storage(*handles[0][4:6])

@@ -123,6 +123,14 @@ class CudaMemoryIn(PayloadIn):
         self._reading.begin(ready, slot)
         return tensors, ready
 
+    def read(self, layout: MessageLayout, slot: int) -> list[int]:
+        """The numbers of the first tensor of a message, which is released."""
+        tensors, ready = self.receive(layout, slot)
+        assert ready is not None and tensors[0] is not None  # noqa: PT018
+        ready.synchronize()
+        self._reading.wait()
+        return [int(each) for each in tensors[0].tolist()]
+
     def freed(self) -> list[int]:
         # Hazard: the sender writes to a slot that comes back. The copy out of it must be over.
         return self._reading.over()

@@ -44,7 +44,6 @@ memory, and has its allocator give some back, may wait there until its peers hav
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -316,10 +315,7 @@ def _flat_memory(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def _end_process() -> None:
-    sys.stderr.write(
-        "a worker is gone in the middle of a transfer by NCCL that this worker computes with: this one ends, too\n"
-    )
-    sys.stderr.flush()
+    os.write(2, b"a worker is gone in the middle of a transfer by NCCL that this one computes with, so it ends, too\n")
     os._exit(1)
 
 

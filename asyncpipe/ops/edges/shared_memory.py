@@ -26,7 +26,8 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from torch import Tensor
 from asyncpipe.ops.device.streams import AcceleratorStream, record
 from asyncpipe.ops.edges.cuda_calls import PinnedMap
 from asyncpipe.ops.edges.cuda_memory import CudaMemoryIn, CudaMemoryOut
-from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, MessageLayout, layout_of
+from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, MessageLayout, TensorLayout
 from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.payload import (
     PayloadIn,
@@ -55,10 +56,9 @@ _logger = logging.getLogger(__name__)
 INLINE_BYTES = 1 << 12
 DIRECT_BYTES = 1 << 18
 """To copy more takes longer than to hand over to another thread."""
-_FAILURES = (RuntimeError, AttributeError)
-"""Of CUDA, and of a torch that cannot share memory of GPUs."""
-_PROBE = bytes(range(256))
+_PROBE = list(range(256))
 """What a receiver must find in the memory of a GPU."""
+_PROBE_LAYOUT = MessageLayout(b"", (TensorLayout(torch.uint8, (len(_PROBE),), None),))
 
 
 class HostMemory:
@@ -94,17 +94,13 @@ class HostMemory:
 
     def _shared_out(self, store: PairStore) -> PayloadOut | None:
         """The sender's side by the memory of a GPU, if the receiver has read there what it should have."""
-        if not self._both_may(store, "sender", "receiver"):
+        if self._device is None or not self._both_may(store, "sender", "receiver"):
             return None
-        assert self._device is not None
-        shared, news = CudaMemoryOut(self._device), b""
-        try:
-            probe = torch.frombuffer(bytearray(_PROBE), dtype=torch.uint8)
-            shared.place(_probe_layout(), EdgeMessage(EdgeHeader(0, 0, 0, 0), [probe]))
-            news, shared.news = shared.news, b""
-        except _FAILURES as error:
-            _tell(error)
-        store.set("probe", news)
+        shared = CudaMemoryOut(self._device)
+        with _failure_told():
+            shared.place(_PROBE_LAYOUT, EdgeMessage(EdgeHeader(0, 0, 0, 0), [torch.tensor(_PROBE, dtype=torch.uint8)]))
+        store.set("probe", shared.news)
+        shared.news = b""
         if store.get("found") == b"1":
             shared.returned([1])
             return shared
@@ -112,21 +108,13 @@ class HostMemory:
         return None
 
     def _shared_in(self, store: PairStore) -> PayloadIn | None:
-        if not self._both_may(store, "receiver", "sender"):
+        if self._device is None or not self._both_may(store, "receiver", "sender"):
             return None
-        assert self._device is not None
-        shared, found = CudaMemoryIn(self._device), b""
+        shared, found = CudaMemoryIn(self._device), None
         if news := store.get("probe"):
-            try:
+            with _failure_told():
                 shared.learn(1, news)
-                (read,), ready = shared.receive(_probe_layout(), 1)
-                assert read is not None
-                assert ready is not None
-                ready.synchronize()
-                found = bytes(read.tolist())
-                shared.freed()
-            except _FAILURES as error:
-                _tell(error)
+                found = shared.read(_PROBE_LAYOUT, 1)
         store.set("found", b"%d" % (found == _PROBE))
         if found == _PROBE:
             return shared
@@ -140,12 +128,12 @@ class SharedMemory(HostMemory):
     shares_devices = True
 
 
-def _probe_layout() -> MessageLayout:
-    return MessageLayout(b"", (layout_of(torch.empty(len(_PROBE), dtype=torch.uint8)),))
-
-
-def _tell(error: Exception) -> None:
-    _logger.warning("two workers share no memory of a GPU, so tensors pass through that of the host: %s", error)
+@contextmanager
+def _failure_told() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, AttributeError) as error:  # Of CUDA, and of a torch that cannot share memory of GPUs.
+        _logger.warning("two workers share no memory of a GPU, so tensors pass through that of the host: %s", error)
 
 
 class SharedMemoryOut(PayloadOut):

@@ -41,6 +41,8 @@ _COUNTED = b"counted"
 _MORE = b"more"
 """Before the description of (meta, layouts, readers), where there is more to tell than the meta."""
 
+Hold = tuple[Callable[[], None], torch.Event | None]
+"""What to call when a task has run that has taken a message, and the event behind which it may read the tensors."""
 Send = Callable[[Departure, bytes, Sequence[Tensor | None], torch.Event | None], None]
 """Sends what belongs to a departure, once the event has happened. Must not block."""
 
@@ -62,9 +64,8 @@ class Crossings:
         self._sent: dict[tuple[int, int], int] = {}
         """By task that waits for several, and their stage: how many of these have been sent."""
         self._lock = threading.Lock()
-        self._holds: dict[int, list[tuple[Callable[[], None], torch.Event | None]]] = {}
-        """By task, a number of the graph: what to call when it has taken what came for it, which is there behind an
-        event."""
+        self._holds: dict[int, list[Hold]] = {}
+        """By task, a number of the graph."""
 
     def begin(self) -> None:
         """Send what others need of this worker before any of its tasks has run."""
@@ -129,21 +130,11 @@ class Crossings:
         """The events behind which task number ``task`` of the part may read what edges have brought."""
         return [ready for _, ready in self._holds.get(self._part.whole[task], ()) if ready is not None]
 
-    def arrived(
-        self,
-        task: int,
-        dependency: int,
-        meta: bytes,
-        tensors: list[Tensor | None],
-        taken: Callable[[], None],
-        ready: torch.Event | None,
-    ) -> None:
-        """Store what has come for ``task`` from the ``dependency``, numbers of the graph, before it is told.
-
-        ``taken`` is called when the task has run; never, if the step ends before. ``ready`` as in ``ReceivedMessage``.
-        """
+    def arrived(self, task: int, dependency: int, meta: bytes, tensors: list[Tensor | None], hold: Hold) -> None:
+        """Store what has come for ``task`` from the ``dependency``, numbers of the graph, before it is told."""
+        ready = hold[1]
         with self._lock:
-            self._holds.setdefault(task, []).append((taken, ready))
+            self._holds.setdefault(task, []).append(hold)
         waiting = self._graph.tasks[task]
         if waiting.kind not in (TaskKind.COPY, *COLLECTIVE_KINDS) or not (meta or tensors):
             return

@@ -99,7 +99,8 @@ class PartStep(PreparedStep):
         names, header = self.part.names, message.header
         task, dependency = names.number(header.task), names.number(header.source)
         self._came[header.task, header.source] = message.at
-        self._crossings.arrived(task, dependency, message.meta, list(message.tensors), message.release, message.ready)
+        hold = message.release, message.ready
+        self._crossings.arrived(task, dependency, message.meta, list(message.tensors), hold)
         self._gates.open([self.part.arrivals[task, dependency]])
 
     def device_of(self, name: int) -> str:
