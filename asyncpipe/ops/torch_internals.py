@@ -706,7 +706,7 @@ share_storage: Callable[[Any], tuple[Any, ...]] = torch.UntypedStorage._share_cu
 """The handles by which another process opens the memory of a storage on a GPU."""
 open_storage: Callable[..., torch.UntypedStorage] = torch.UntypedStorage._new_shared_cuda
 """The storage of another process, as if it were on a device, by the device's number and the handles behind theirs."""
-forget_storage: Callable[..., None] = torch.UntypedStorage._release_ipc_counter_cuda
+forget_storage: Callable[..., object] = torch.UntypedStorage._release_ipc_counter_cuda
 """Take back what another process holds of a storage that was shared, by the handle and the place of its counter."""
 
 
