@@ -107,9 +107,10 @@ def test_any_other_batch_may_be_overwritten_when_the_step_returns(large):
 @pytest.mark.parametrize("devices", [TWO, MIXED], ids="-".join)
 def test_what_the_caller_still_copies_to_pinned_memory_is_waited_for(devices):
     with piped(layers(), devices) as pipe:
-        late = queue_host_copy(X.to("emu:0") * 1)
+        x, target = X.to("emu:0"), TARGET.to("emu:0")
+        late = queue_host_copy(x * 1)
         assert late.isnan().all()
-        assert abs(pipe.step(late, TARGET.to("emu:0")).wait().loss.cpu() - bare()[0]) < 1e-10
+        assert abs(pipe.step(late, target).wait().loss.cpu() - bare()[0]) < 1e-10
 
 
 def test_micro_batches_may_be_taken_in_any_order(large):
