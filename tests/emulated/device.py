@@ -612,7 +612,10 @@ def _landed(source, stream):
     """What a copy from the host on ``stream`` reads there: what other copies bring, if it is queued behind them."""
     for other, count, to, value in _state.landing:
         if to.untyped_storage()._cdata == source.untyped_storage()._cdata and stream.clock.get(other, 0) >= count:
-            return value
+            # Of both, the memory is in one piece; ``source`` may be a part of it.
+            return value.flatten().as_strided(
+                source.shape, source.stride(), source.storage_offset() - to.storage_offset()
+            )
     return source
 
 

@@ -94,7 +94,7 @@ class HostMemory:
 
     def _shared_out(self, store: PairStore) -> PayloadOut | None:
         """The sender's side by the memory of a GPU, if the receiver has read there what it should have."""
-        if self._device is None or not self._both_may(store, "sender", "receiver"):
+        if not self._both_may(store, "sender", "receiver") or self._device is None:
             return None
         shared = CudaMemoryOut(self._device)
         with _failure_told():
@@ -108,7 +108,7 @@ class HostMemory:
         return None
 
     def _shared_in(self, store: PairStore) -> PayloadIn | None:
-        if self._device is None or not self._both_may(store, "receiver", "sender"):
+        if not self._both_may(store, "receiver", "sender") or self._device is None:
             return None
         shared, found = CudaMemoryIn(self._device), None
         if news := store.get("probe"):
