@@ -476,7 +476,8 @@ class SchedulerState:
 
     def _end(self, step: StepState, commands: list[Command], now: float) -> None:
         ends: list[Command] = []
-        if not step.finished:
+        # Where nothing is held, programs are about to end: who is told of the end of the step may ask for its record.
+        if not step.finished and (step.held or not step.programs):
             step.finished = True
             ends.append(StepFinished(step.number, step.outcome, step.failed_task, step.error))
         if step.is_drained:

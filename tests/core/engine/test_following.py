@@ -8,8 +8,11 @@ from sharing_helpers import ByHand, dispatched
 from asyncpipe.core.engine.events import (
     ProgramEnded,
     StepCancelled,
+    StepCompleted,
+    StepFinished,
     StepSubmitted,
     TaskCompleted,
+    TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.lower import lower
@@ -73,6 +76,22 @@ def test_single_tasks_wait_for_the_end_of_programs() -> None:
     assert {command.step for command in commands} <= {0}
     commands = scheduler.send(ProgramEnded(0), 0.0)
     assert len(run(scheduler, dispatched(commands))[0]) == len(UPDATED.tasks)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["all done", "one only queued"])
+def test_a_step_ends_with_its_programs_where_all_is_done(queued: bool) -> None:
+    """Else whoever is told of its end would ask in vain for its record, which the ends of the programs complete."""
+    scheduler, last = ByHand(), len(UPDATED.tasks) - 1
+    scheduler.send(StepSubmitted(0, UPDATED, programs=True), 0.0)
+    for task in range(last):
+        scheduler.send(TaskCompleted(0, task, 0.0, 0.0), 0.0)
+    commands = scheduler.send(TaskIssued(0, last, 0.0) if queued else TaskCompleted(0, last, 0.0, 0.0), 0.0)
+    assert [type(command) for command in commands] == [StepFinished] * queued
+    commands = scheduler.send(ProgramEnded(0), 0.0) + scheduler.send(ProgramEnded(0), 0.0)
+    if queued:
+        assert not commands
+        commands = scheduler.send(TaskCompleted(0, last, 0.0, 0.0), 0.0)
+    assert [type(command) for command in commands] == [StepFinished] * (not queued) + [StepCompleted]
 
 
 def test_what_cannot_be_followed_is_refused() -> None:
