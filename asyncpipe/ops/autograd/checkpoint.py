@@ -27,7 +27,7 @@ from torch import Tensor
 
 from asyncpipe.errors import RecomputeError
 from asyncpipe.ops.autograd.fork_join import fork, join, phony
-from asyncpipe.ops.autograd.run_backward import as_of
+from asyncpipe.ops.autograd.run_backward import as_of, run_backward
 from asyncpipe.ops.torch_internals import version_of
 
 __all__ = ["Recomputation", "checkpoint", "in_no_run", "is_checkpointing", "is_recomputing", "may_recompute_again"]
@@ -159,7 +159,8 @@ class _Checkpoint(torch.autograd.Function):
         fitted = map(as_of, grads, outputs)
         pairs = [(t, g) for t, g in zip(outputs, fitted, strict=True) if t.requires_grad and g is not None]
         if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+            # torch.autograd.backward would import sympy first, for more than half a second.
+            run_backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs], retain=False)
         return None, None, *(leaf.grad for leaf in leaves)
 
 
