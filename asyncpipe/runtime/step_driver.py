@@ -59,7 +59,11 @@ class DrivenStep(ABC):
         self.error: BaseException | None = None
         """Why it cannot be run to its end, if that is no task's fault."""
         self.issued: asyncio.Future[StepFinished] = loop.create_future()
-        """Has a result when the last task is issued, or the step is drained after an error or a cancellation."""
+        """Has a result when the last task is issued, or the step is drained after an error or a cancellation.
+
+        Where every task is done when it is issued, as on CPUs, that is when the devices' programs have ended: then
+        ``done`` has one, too.
+        """
         self.done: asyncio.Future[StepCompleted] = loop.create_future()
         """Has a result when every device is done."""
         self.late: asyncio.TimerHandle | None = None
