@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from asyncpipe.ops.device.caller_streams import CallerStreams as CallerStreams
     from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm as convert_deferred_batch_norm
     from asyncpipe.ops.model.feed import Feed as Feed
+    from asyncpipe.ops.model.flops import FlopCount as FlopCount
+    from asyncpipe.ops.model.flops import count_flops as count_flops
     from asyncpipe.ops.model.measure_layers import balance_by_size as balance_by_size
     from asyncpipe.ops.model.measure_layers import balance_by_time as balance_by_time
     from asyncpipe.ops.model.microbatch import Arguments as Arguments
@@ -112,6 +114,7 @@ _HOMES = {
     "ops.model.sequential": ("PipeSequential",),
     "ops.model.skip_layout": ("verify_skippables",),
     "ops.model.feed": ("Feed",),
+    "ops.model.flops": ("FlopCount", "count_flops"),
     "ops.model.stage_factory": ("StageFactory",),
     "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash"),
     "ops.model.trace.trace": ("trace",),

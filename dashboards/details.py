@@ -104,6 +104,25 @@ def steps() -> tuple[Band, ...]:
         title="Samples per second", about="Training samples consumed per second.", unit="si:samples/s"
     )
     tokens = PanelOptions(title="Token throughput", about="Training tokens consumed per second.", unit="si:tok/s")
+    norm = PanelOptions(
+        title="Gradient norm",
+        about="Norm of all gradients together, before clipping. One that grows comes before a loss that does.",
+        unit="none",
+    )
+    mfu = PanelOptions(
+        title="MFU",
+        about="Model FLOPs utilization: what the model needs, without recomputation, as a share of what the devices "
+        "could compute in the time of a step.",
+        unit="percentunit",
+        high=1,
+    )
+    memory = PanelOptions(
+        title="Memory of stages",
+        about="The most that was ever used of the physical device that a stage is on, by all that is there.",
+        unit="bytes",
+        runbook=("AsyncpipeMemoryNearLimit",),
+    )
+    by_stage = "stage_memory_bytes", "job, stage", "stage {{stage}}"
     compiled = PanelOptions(
         title="Compilations",
         about="Of stages (compile=True), by reason: first, again (sizes, or something else that the compiler took for "
@@ -125,8 +144,14 @@ def steps() -> tuple[Band, ...]:
                 (lines(tokens, Query(total("job", rate("tokens_total")), "{{job}}")), 6),
             ),
         ),
+        Band(8, ((_figure(norm, "gradient_norm"), 8), (_figure(mfu, "mfu"), 8), (_figure(memory, *by_stage), 8))),
         Band(8, ((lines(compiled, by_reason, breaks), 12), (lines(spent, seconds), 12))),
     )
+
+
+def _figure(options: PanelOptions, metric: str, by: str = "job", name: str = "{{job}}") -> Panel:
+    """A figure of each job's last step."""
+    return lines(options, Query(f"max by ({by}) ({series(metric)})", name), held=True)
 
 
 def devices() -> tuple[Band, ...]:

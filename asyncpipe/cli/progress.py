@@ -137,8 +137,9 @@ def figures(progress: StepProgress) -> str:
     """Loss, speed, bubble and the time that is left, in one line."""
     tokens, samples = progress.tokens_per_second, progress.samples / progress.seconds if progress.seconds else 0.0
     speed = f"{tokens:,.0f} tokens/s" if progress.tokens else f"{samples:,.0f} samples/s"
+    mfu = "" if progress.report.mfu is None else f"MFU {progress.report.mfu:.0%}  "
     return (
-        f"loss {progress.loss:.3f}  {speed}  "
+        f"loss {progress.loss:.3f}  norm {progress.gradient_norm:.2g}  {speed}  {mfu}"
         f"bubble {progress.report.bubble_ratio:.0%}  {minutes(progress.remaining_seconds)} left"
     )
 

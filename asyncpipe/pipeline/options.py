@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncpipe.core.records.step_record import Observer
     from asyncpipe.core.schedules.protocol import Schedule
     from asyncpipe.ops.model.feed import Feed
+    from asyncpipe.ops.model.flops import FlopCount
     from asyncpipe.ops.model.stage import StagedModel
     from asyncpipe.ops.model.stage_factory import StageFactory
     from asyncpipe.pipeline.pool import DevicePool
@@ -107,6 +108,12 @@ class PipelineOptions(PoolOptions):
     ``torch.compile`` (``fullgraph``, ``dynamic``, ``backend``, ``mode``, ``options``). ``"cudagraphs"`` captures each
     stage's kernels in CUDA graphs instead. A stage that is not one graph is an error, unless ``fullgraph`` is
     ``False``. ``Pipeline.compiled`` says what was compiled."""
+    flops: FlopCount | None = None
+    """How many floating-point operations the model needs, as ``asyncpipe.count_flops(model, batch)`` counts them:
+    then reports and metrics have the MFU (``result.report.mfu``)."""
+    peak_flops: float | None = None
+    """The most operations a second of all devices together; by default by their names, for the GPUs that are known, in
+    16 bits."""
     nvtx: bool = False
     """Whether tasks are NVTX ranges, for Nsight Systems. ``torch.profiler`` sees their names anyway."""
     sample_memory: bool = False
@@ -150,6 +157,8 @@ class PipelineOptions(PoolOptions):
             )
         if self.memory_limit is not None:
             check_positive("memory_limit", self.memory_limit)
+        if self.peak_flops is not None and not self.peak_flops > 0:
+            raise OptionError(f"peak_flops must be more than 0, got {self.peak_flops!r}")
         if self.offload == "auto":
             if self.memory_limit is None or self.sample is None:
                 raise OptionError(

@@ -54,6 +54,7 @@ class RemoteStep(StepProtocol[PartsExecution, StepResult]):
 
     def _start(self, work: list[PreparedWork], *, after: PartsExecution | None) -> PartsExecution:
         self._execution = self._stages.start(self.graph, work.pop(), after)
+        self._execution.size = self.inputs.size(self.parts)
         return self._execution
 
     def _finish(self, execution: PartsExecution) -> StepResult:

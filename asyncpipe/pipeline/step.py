@@ -174,6 +174,7 @@ class PreparedStep(StepHere[StepResult]):
         tensors = tensors or StepTensors.of(inputs.batch.takes, inputs.batch.targets)
         plan = replace(inputs.plan, loss=parts.options.loss_fn if inputs.has_loss else None)
         super().__init__(parts, tenancy, graph or inputs.graph(parts), plan, tensors, inputs.context, crossings)
+        self._binder.notes.size = inputs.size(parts)
 
     @property
     def _guards_gradients(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
+from asyncpipe.core.records.step_notes import StepSize
 from asyncpipe.errors import BatchError, LossError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
@@ -19,6 +20,7 @@ from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.model.feed import Feed
+from asyncpipe.ops.model.flops import peak_flops, token_count
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, cut, cut_alike, gather, keywords
 from asyncpipe.ops.torch_internals import device_of_scaler
 from asyncpipe.pipeline.build import PipelineParts
@@ -63,6 +65,8 @@ class CutInputs:
     has_target: bool
     is_padded_unevenly: bool
     """Whether a mean over samples would count the labels of some micro-batches too much."""
+    tokens: int = 0
+    """Of all micro-batches."""
     number: int | None = None
     """Of the step whose mini-batch a feed has made in the workers, where it stays."""
 
@@ -81,6 +85,7 @@ class CutInputs:
             targets,
             target is not NO_TARGET,
             means and any(parts.padded_labels.are_uneven(each, pieces.sizes) for each in (pieces.pieces, targets)),
+            token_count(pieces.pieces),
         )
 
     @classmethod
@@ -126,7 +131,7 @@ class CutInputs:
         # Where every micro-batch has one value for one stage, the values are pieces as well.
         stage = only[0] if len(only) == 1 else None
         takes = Pieces.of(self.takes if stage is None else [each[stage] for each in self.takes])
-        rest = self.sizes, self.ready_made, self.has_target, self.is_padded_unevenly, self.number
+        rest = self.sizes, self.ready_made, self.has_target, self.is_padded_unevenly, self.tokens, self.number
         return _unpacked, (stage, takes, Pieces.of(self.targets), *rest)
 
 
@@ -189,6 +194,14 @@ class StepInputs:
     def training(self) -> bool:
         """Whether it has backwards."""
         return self.plan.training
+
+    def size(self, parts: PipelineParts) -> StepSize:
+        """What it works on."""
+        samples, tokens, flops = sum(self.batch.sizes), self.batch.tokens, parts.options.flops
+        if flops is None or not self.training:
+            return StepSize(samples, tokens)
+        peak = parts.options.peak_flops or peak_flops([stage.device for stage in parts.resources.stages])
+        return StepSize(samples, tokens, flops.of(samples, tokens), peak)
 
     def graph(self, parts: PipelineParts) -> TaskGraph:
         """What it runs."""

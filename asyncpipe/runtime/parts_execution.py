@@ -16,7 +16,7 @@ from asyncpipe.core.policies.jobs import JobAccount
 from asyncpipe.core.records.clocks import EdgePassage, agreed_shifts
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.records.parts_record import TaskEvent, WorkerPart, parts_record
-from asyncpipe.core.records.step_notes import StepNotes
+from asyncpipe.core.records.step_notes import StepNotes, StepSize
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerChange, WorkerNotes, WorkerState
 from asyncpipe.errors import EdgeError, WorkerLostError
@@ -167,6 +167,7 @@ class PartsExecution(DrivenStep):
         self.workers = self.placed.workers
         """Those that run a part of it, by name."""
         self.started = started
+        self.size = StepSize()
         self.ended: dict[str, PartEnded] = {}
         """What the workers have told, by name."""
         self.clocks: dict[str, tuple[float, float]] = {}
@@ -199,7 +200,9 @@ class PartsExecution(DrivenStep):
                     self.number, self.graph, share, self.started, parts, self._over, self.error, after=self.follows
                 )
                 workers = {name: _worker_notes(self, worker) for name, worker in self.workers.items()}
-                self._record = replace(record, notes=StepNotes.merged(notes, workers, self.tenant.why_workers))
+                self._record = replace(
+                    record, notes=StepNotes.merged(notes, workers, self.size, self.tenant.why_workers)
+                )
             return self._record
 
     def _events(self, name: str, journal: PartJournal) -> list[tuple[float, TaskEvent]]:

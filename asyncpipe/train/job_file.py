@@ -194,6 +194,8 @@ class ObserveTable(StrictModel):
     """MLflow's tracking server, or store, which gets the same; a run that resumes goes on with its run there."""
     mlflow_experiment: NonEmptyText = "asyncpipe"
     """The experiment of that run."""
+    peak_flops: PositiveFloat | None = None
+    """The most operations a second of all devices together, of which the MFU is a share; absent: by their names."""
     nvtx: Flag = False
     """Whether tasks are NVTX ranges, for NVIDIA's profilers."""
 

@@ -137,6 +137,7 @@ class TrainingLoop(ABC):
         now = perf_counter()
         seconds = now - max(step.began, self._settled_at)  # Steps that overlap share the time.
         self._settled_at = now
+        step.result.record.notes.gradient_norm = update.gradient_norm
         tokens, report = step.samples * self.tokens_per_sample, step.result.report
         self.meter.add(update.loss, seconds, tokens, report.bubble_ratio, skipped=skipped)
         progress = StepProgress(

@@ -350,6 +350,8 @@ class TrainingRun:
                 feed=workload.batches if isinstance(workload.batches, Feed) else None,
                 observers=[*recorders, *self._observers],
                 compile=table.compile,
+                flops=workload.flops,
+                peak_flops=observe.peak_flops,
                 nvtx=observe.nvtx,
                 sample_memory=observe.trace is not None,
                 pool=self._pool,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.errors import OptionError, missing_package
+from asyncpipe.ops.model.flops import count_flops
 from asyncpipe.ops.model.transformers.stage_transformers import stage_transformers
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.train.token_data import BytesAsTokens, TokenData, Tokens, read_data
@@ -79,6 +80,7 @@ def build(
         weight=_label_count,
         sample=partial(_generate, tokens=tokens, text=text, count=sample) if sample else None,
         memoryless=text.memoryless,
+        flops=count_flops(model, example),
         finish=None if save is None else partial(_save, folder=Path(save), tokens=tokens),
     )
 

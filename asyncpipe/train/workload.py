@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import Generator, Tensor, nn
 
 from asyncpipe.ops.model.feed import FromFeed
+from asyncpipe.ops.model.flops import FlopCount
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.pipeline.pipeline import Pipeline
@@ -84,6 +85,8 @@ class Workload:
 
     False if something is remembered from batch to batch: a permutation for each epoch, a position in a file.
     """
+    flops: FlopCount | None = None
+    """How much the model computes (``asyncpipe.count_flops``): then a run shows its MFU."""
     states: Mapping[str, Resumable] = field(default_factory=dict)
     """Further states to save in snapshots, each as ``NAME.pt``: an average of the weights, a gradient scaler.
 

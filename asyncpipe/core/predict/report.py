@@ -19,6 +19,7 @@ from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph, critical_path
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.records.compilations import Compilation
+from asyncpipe.core.records.step_notes import UNKNOWN_SIZE, StepSize
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
 
@@ -74,6 +75,26 @@ class Report:
     """When the step began, on the clock of its tasks."""
     origin: float = 0.0
     """When that clock began, on the clock of the journal."""
+
+    size: StepSize = UNKNOWN_SIZE
+    """What the step worked on."""
+    stage_memory: tuple[int, ...] = ()
+    """For each stage, the most bytes that the process which has it ever used of the stage's physical device, for all
+    that is there; empty where that was not noted."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Padding included; 0 where the mini-batch has no tokens."""
+        return self.size.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: what the model needs, as a share of what the devices could compute in that time.
+
+        ``None`` where the pipeline was not told its ``flops``, or the ``peak_flops`` of its devices are not known.
+        """
+        could = self.size.peak_flops * self.seconds
+        return self.size.flops / could if could and self.size.flops else None
 
     @property
     def end(self) -> float:
@@ -194,9 +215,19 @@ def _report(record: StepRecord, origin: float) -> Report:
         arrived={task: at - origin for task, at in record.notes.arrived.items()},
         compilations=tuple(record.notes.compilations),
         taken=_taken(record, origin, times),
+        size=record.notes.size,
+        stage_memory=_stage_memory(record),
         began=began,
         origin=origin,
     )
+
+
+def _stage_memory(record: StepRecord) -> tuple[int, ...]:
+    graph, memory = record.graph, record.notes.memory
+    names = [graph.devices[place].partition("#")[0] for place in graph.placement]
+    # All CPU devices of a process are one.
+    held = [memory.get(name) or (memory.get("cpu") if "cpu" in name else None) for name in names]
+    return tuple(each.peak for each in held if each is not None) if all(held) else ()
 
 
 def _taken(record: StepRecord, origin: float, times: Sequence[TaskTime]) -> dict[str, tuple[tuple[float, float], ...]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 from asyncpipe.core.engine.lane_use import Taken
 from asyncpipe.core.graph.task import Lane
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.records.worker_notes import WorkerNotes
 
-__all__ = ["DeviceMemory", "StepNotes"]
+__all__ = ["DeviceMemory", "UNKNOWN_SIZE", "StepNotes", "StepSize"]
 
 
 class DeviceMemory(NamedTuple):
@@ -26,6 +26,21 @@ class DeviceMemory(NamedTuple):
     def plus(self, other: DeviceMemory) -> DeviceMemory:
         """What two processes hold of the device together."""
         return DeviceMemory(self.allocated + other.allocated, self.peak + other.peak, max(self.limit, other.limit))
+
+
+class StepSize(NamedTuple):
+    """What a step works on; 0 where that is not known."""
+
+    samples: int = 0
+    tokens: int = 0
+    """Padding included."""
+    flops: float = 0.0
+    """Floating-point operations that the model needs for it, forward and backward, without recomputation."""
+    peak_flops: float = 0.0
+    """The most operations a second of all devices together."""
+
+
+UNKNOWN_SIZE = StepSize()
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +67,9 @@ class StepNotes:
     """The stages that drew random numbers."""
     compilations: list[Compilation] = field(default_factory=list)
     """What was compiled meanwhile. It is no part of what tasks take: such a task begins when it has been compiled."""
+    size: StepSize = UNKNOWN_SIZE
+    gradient_norm: SupportsFloat | None = None
+    """Of all gradients together, before clipping, where somebody has computed it; a device may still have it."""
     why_workers: str = ""
     """Why the devices are in threads or in processes, where ``workers="auto"`` chose."""
     taken: dict[Lane, Taken] = field(default_factory=dict)
@@ -79,12 +97,18 @@ class StepNotes:
         )
 
     @staticmethod
-    def merged(parts: Mapping[str, StepNotes], workers: Mapping[str, WorkerNotes], why_workers: str = "") -> StepNotes:
+    def merged(
+        parts: Mapping[str, StepNotes],
+        workers: Mapping[str, WorkerNotes],
+        size: StepSize = UNKNOWN_SIZE,
+        why_workers: str = "",
+    ) -> StepNotes:
         """What all workers have noted, by their names. Devices of the same name in several workers are added up.
 
-        ``workers`` and ``why_workers`` are known to the controller alone.
+        ``workers``, ``size`` and ``why_workers`` are known to the controller alone.
         """
-        merged = StepNotes(samples=list(_samples_of_all(parts)), workers=dict(workers), why_workers=why_workers)
+        samples = list(_samples_of_all(parts))
+        merged = StepNotes(samples=samples, workers=dict(workers), size=size, why_workers=why_workers)
         for notes in parts.values():
             for device, memory in notes.memory.items():
                 before = merged.memory.get(device)
@@ -96,6 +120,7 @@ class StepNotes:
             merged.arrived.update(notes.arrived)
             merged.left.update(notes.left)
             merged.drew |= notes.drew
+            merged.gradient_norm = notes.gradient_norm if merged.gradient_norm is None else merged.gradient_norm
             merged.compilations += notes.compilations
             merged.taken.update(notes.taken)
         return merged

@@ -165,6 +165,10 @@ class PipelineCollector(Collector):
             result, ideal = report(record), self._ideals.of(record.graph)
             totals.set("bubble_ratio", {(): result.bubble_ratio})
             totals.set("ideal_bubble_ratio", {} if ideal is None else {(): ideal})
+            norm, memory = record.notes.gradient_norm, enumerate(result.stage_memory)
+            totals.set("gradient_norm", {} if norm is None else {(): float(norm)})
+            totals.set("mfu", {} if result.mfu is None else {(): result.mfu})
+            totals.set("stage_memory_bytes", {(str(stage),): float(peak) for stage, peak in memory})
             if record.graph.training:
                 peaks = enumerate(result.peak_in_flight)
                 totals.set("inflight_microbatches", {(str(stage),): peak for stage, peak in peaks})

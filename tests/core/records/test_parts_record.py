@@ -16,7 +16,7 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.records.parts_record import TaskEvent, WorkerPart, parts_record
-from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes
+from asyncpipe.core.records.step_notes import DeviceMemory, StepNotes, StepSize
 from asyncpipe.core.records.worker_notes import WorkerNotes, WorkerState
 
 Told = list[tuple[float, TaskEvent]]
@@ -123,6 +123,8 @@ def notes(number: int = 0) -> StepNotes:
         workers=WORKERS,
         drew={number},
         compilations=[Compilation(number, "inductor", "training", 1, 1, (), "", 2.0)],
+        size=StepSize(4, 40, 1e9, 1e12),
+        gradient_norm=0.5,
         why_workers="measured",
         taken={LANE: ((4.0, 0.5),)},
     )
@@ -145,7 +147,7 @@ def test_shifted_changes_times_alone() -> None:
 
 
 def test_merged_has_all_of_one_and_adds_what_two_have_of_a_device() -> None:
-    one = StepNotes.merged({"a": notes()}, WORKERS, "measured")
+    one = StepNotes.merged({"a": notes()}, WORKERS, notes().size, "measured")
     assert {f.name for f in fields(one) if getattr(one, f.name) != getattr(notes(), f.name)} == set()
     both = StepNotes.merged({"a": notes(0), "b": notes(1)}, WORKERS)
     assert both.memory == {"cuda:0": DeviceMemory(2, 5, 10)}
