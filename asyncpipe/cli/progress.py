@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TextIO
 
+from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.errors import missing_package
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["LineProgress", "LiveProgress", "choose_progress", "figures", "headline", "minutes", "show_phases"]
+__all__ = [
+    "LineProgress",
+    "LiveProgress",
+    "choose_progress",
+    "details",
+    "figures",
+    "headline",
+    "minutes",
+    "show_phases",
+]
 
 LINE_EVERY = 20
 """Steps between two lines."""
@@ -89,7 +99,7 @@ class LineProgress(ProgressSink):
     def stepped(self, progress: StepProgress) -> None:
         """Print the figures, if it is the step's turn."""
         if progress.step % LINE_EVERY == 0 or progress.step in (1, progress.steps):
-            self._print(f"step {progress.step}/{progress.steps}  {figures(progress)}")
+            self._print(f"step {progress.step}/{progress.steps}  {figures(progress)}  {details(progress)}")
 
     def entered(self, phase: str) -> None:
         """Print the phase."""
@@ -119,9 +129,12 @@ class LiveProgress(ProgressSink):
         self._bar.update(self._task, description="training", total=run.steps)
 
     def stepped(self, progress: StepProgress) -> None:
-        """Show the figures; *busy* is the utilization of each stage."""
-        busy = " ".join(f"{share:.0%}" for share in progress.report.stage_utilization)
-        self._bar.update(self._task, completed=progress.step, figures=f"{figures(progress)}  busy {busy}")
+        """Show the figures; below, by stage, the utilization (*busy*) and the memory of its device."""
+        report = progress.report
+        busy = " ".join(f"{share:.0%}" for share in report.stage_utilization)
+        memory = " ".join(map(format_bytes, report.stage_memory))
+        below = f"{details(progress)}  busy {busy}{f'  memory {memory}' * bool(memory)}"
+        self._bar.update(self._task, completed=progress.step, figures=f"{figures(progress)}\n{below}")
 
     def entered(self, phase: str) -> None:
         """Show the phase in front of the bar."""
@@ -137,11 +150,16 @@ def figures(progress: StepProgress) -> str:
     """Loss, speed, bubble and the time that is left, in one line."""
     tokens, samples = progress.tokens_per_second, progress.samples / progress.seconds if progress.seconds else 0.0
     speed = f"{tokens:,.0f} tokens/s" if progress.tokens else f"{samples:,.0f} samples/s"
-    mfu = "" if progress.report.mfu is None else f"MFU {progress.report.mfu:.0%}  "
     return (
-        f"loss {progress.loss:.3f}  norm {progress.gradient_norm:.2g}  {speed}  {mfu}"
+        f"loss {progress.loss:.3f}  {speed}  "
         f"bubble {progress.report.bubble_ratio:.0%}  {minutes(progress.remaining_seconds)} left"
     )
+
+
+def details(progress: StepProgress) -> str:
+    """The norm of the gradients, and the MFU where it is known."""
+    mfu = progress.report.mfu
+    return f"norm {progress.gradient_norm:.3g}{'' if mfu is None else f'  MFU {mfu:.1%}'}"
 
 
 def headline(run: RunStarted) -> str:

@@ -12,6 +12,7 @@ from asyncpipe.cli.progress import LineProgress, LiveProgress, choose_progress, 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate
+from asyncpipe.core.records.step_notes import StepSize
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import OptionError
@@ -64,7 +65,7 @@ def test_lines_come_at_the_first_every_twentieth_and_the_last_step(simulated):
     assert lines[0] == "tiny: 1,234,567 parameters, 41 steps on dev:0, dev:1"
     assert headline(replace(RUN, workers=("dev:0", "dev:1"))) == f"{lines[0]} in 2 worker processes"
     assert headline(replace(RUN, workers=("one",))) == f"{lines[0]} in 1 worker process"
-    assert lines[1] == "step 1/41  loss 4.500  2,000 tokens/s  bubble 20%  0:20 left"
+    assert lines[1] == "step 1/41  loss 4.500  2,000 tokens/s  bubble 20%  0:20 left  norm 1"
     assert [line.split()[1] for line in lines[1:-1]] == ["1/41", "20/41", "40/41", "41/41"]
     assert lines[-1] == "sampling"
 
@@ -96,7 +97,8 @@ def test_a_terminal_shows_a_bar_and_the_utilization_of_every_stage(simulated):
     with choose_progress(wanted=True, out=out) as progress:
         assert isinstance(progress, LiveProgress)
         progress.started(RUN)
-        for step in steps(simulated, 20):
+        measured = replace(simulated, size=StepSize(1, 10, 1.5e9, 1e9), stage_memory=(2**30, 2**31))
+        for step in steps(measured, 20):
             progress.stepped(step)
     shown = out.getvalue()
     for part in (
@@ -107,7 +109,9 @@ def test_a_terminal_shows_a_bar_and_the_utilization_of_every_stage(simulated):
         "2,000 tokens/s",
         "0:10 left",
         "bubble 20%",
+        "norm 1  MFU 10.0%",
         "busy 80% 80%",
+        "memory 1 GiB 2 GiB",
     ):
         assert part in shown
 

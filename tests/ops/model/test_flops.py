@@ -133,7 +133,11 @@ def test_results_metrics_and_scalars_have_tokens_mfu_and_memory(workers: str) ->
 def test_an_mfu_is_not_told_where_something_is_unknown() -> None:
     x = torch.randn(4, 3)
     with asyncpipe.Pipeline(
-        nn.Sequential(nn.Linear(3, 3)), ["cpu:0"], microbatches=2, loss_fn=nn.functional.mse_loss, flops=FlopCount(per_sample=1.0)
+        nn.Sequential(nn.Linear(3, 3)),
+        ["cpu:0"],
+        microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+        flops=FlopCount(per_sample=1.0),
     ).sync() as pipe:
         report = pipe.step(x, x).report
         assert (report.mfu, report.tokens_per_second, report.size.samples) == (None, 0.0, 4)
