@@ -98,7 +98,7 @@ def _values(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _counted(model: nn.Module, state: dict[str, Tensor], arguments: Arguments) -> int:
     with FlopCounterMode(display=False) as counter:
         functional_call(model, state, arguments.args, arguments.kwargs)
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def token_count(pieces: Sequence[Any]) -> int:
