@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from asyncpipe.ops.model.microbatch import Arguments as Arguments
     from asyncpipe.ops.model.microbatch import Microbatches as Microbatches
     from asyncpipe.ops.model.microbatch import NoChunk as NoChunk
+    from asyncpipe.ops.model.packing import pack as pack
     from asyncpipe.ops.model.sequential import PipeSequential as PipeSequential
     from asyncpipe.ops.model.skip_layout import verify_skippables as verify_skippables
     from asyncpipe.ops.model.skips import Namespace as Namespace
@@ -115,6 +116,7 @@ _HOMES = {
     "ops.model.skip_layout": ("verify_skippables",),
     "ops.model.feed": ("Feed",),
     "ops.model.flops": ("FlopCount", "count_flops"),
+    "ops.model.packing": ("pack",),
     "ops.model.stage_factory": ("StageFactory",),
     "ops.model.skips": ("Namespace", "Skippable", "pop", "skippable", "stash"),
     "ops.model.trace.trace": ("trace",),

@@ -4,12 +4,14 @@ A text file is one stream, of which samples are windows; the lines of a JSONL fi
 
     corpus.txt     t t t t t t t t t t t t │ t t t        windows at random places │ held out
     lines.jsonl    {"text": …}  {"text": …}  │ {"text": …}  lines in random order, each once an epoch │ held out
+
+Lines may be packed: then a sample is a row of several.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +20,11 @@ import torch
 from torch import Generator, Tensor
 
 from asyncpipe.errors import OptionError
+from asyncpipe.ops.model.packing import IGNORED, pack
 from asyncpipe.train.workload import Batch
 
-__all__ = ["BytesAsTokens", "Lines", "TokenData", "Tokens", "Windows", "read_data"]
+__all__ = ["BytesAsTokens", "Lines", "PackedLines", "TokenData", "Tokens", "Windows", "read_data"]
 
-IGNORED = -100
-"""The label of what no loss is computed of."""
 HELD_OUT_BATCHES = 8
 
 
@@ -123,15 +124,51 @@ class Lines:
         return {"input_ids": padded(samples, 0), "attention_mask": mask}, padded(samples, IGNORED)
 
 
-TokenData = Windows | Lines
+@dataclass(frozen=True, eq=False)
+class PackedLines:
+    """The same of several samples in a row, without padding between them (``pack``)."""
+
+    train: Mapping[str, Tensor]
+    rest: Mapping[str, Tensor]
+    length: int
+    memoryless = False
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.length
+
+    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
+        while True:
+            for rows in torch.randperm(len(self.train["labels"]), generator=generator).split(batch_size):  # type: ignore[no-untyped-call]
+                yield self._taken(self.train, rows)
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        count = min(len(self.rest["labels"]), HELD_OUT_BATCHES * batch_size)
+        for rows in torch.arange(count).split(batch_size):  # type: ignore[no-untyped-call]
+            yield self._taken(self.rest, rows)
+
+    def prompt(self) -> Tensor:
+        row = self.rest["input_ids"][0]
+        ends = (self.rest["position_ids"][0] == 0).nonzero().flatten().tolist()
+        return row[: max(1, (ends[1] if len(ends) > 1 else len(row)) // 2)]
+
+    def _taken(self, data: Mapping[str, Tensor], rows: Tensor) -> Batch:
+        batch = {name: values[rows] for name, values in data.items()}
+        return batch, batch.pop("labels")
+
+
+TokenData = Windows | Lines | PackedLines
 """Endless ``batches`` for training, drawn by a generator, and the same few ``held_out`` ones each time."""
 
 
-def read_data(path: Path, tokens: Tokens, *, length: int, held_out: float, field: str) -> TokenData:
+def read_data(
+    path: Path, tokens: Tokens, *, length: int, held_out: float, field: str, packed: bool = False
+) -> TokenData:
     """The data in the file at ``path``: the lines of a ``.jsonl`` file, each with a text in ``field``, or one text.
 
-    Samples have at most ``length`` tokens. The last part of the file, ``held_out`` of it, is kept for evaluation.
-    Raises ``OptionError`` for a file that cannot be read, is damaged, or is too short.
+    Samples have at most ``length`` tokens; ``packed`` are lines in rows of that length. The last part of the
+    file, ``held_out`` of it, is kept for evaluation. Raises ``OptionError`` for a file that cannot be read, is
+    damaged, or is too short.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -140,7 +177,10 @@ def read_data(path: Path, tokens: Tokens, *, length: int, held_out: float, field
     except UnicodeDecodeError as error:
         raise OptionError(f"data: {path} is not UTF-8: {error}") from error
     if path.suffix == ".jsonl":
-        return _lines(path, text, tokens, length, held_out, field)
+        lines = _lines(path, text, tokens, length, held_out, field)
+        return PackedLines(pack(lines.train, length), pack(lines.rest, length), length) if packed else lines
+    if packed:
+        raise OptionError(f"pack: {path} is one text, whose samples are full already; only lines (.jsonl) are packed")
     stream = tokens.encode(text)
     kept = max(length, round(len(stream) * held_out))
     if len(stream) - kept < length:
@@ -151,7 +191,7 @@ def read_data(path: Path, tokens: Tokens, *, length: int, held_out: float, field
     return Windows(stream[:-kept], stream[-kept:], length)
 
 
-def _lines(path: Path, text: str, tokens: Tokens, length: int, held_out: float, field: str) -> TokenData:
+def _lines(path: Path, text: str, tokens: Tokens, length: int, held_out: float, field: str) -> Lines:
     samples = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():

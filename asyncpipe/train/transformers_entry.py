@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from asyncpipe.core.checks import check_positive
 from asyncpipe.errors import OptionError, missing_package
 from asyncpipe.ops.model.flops import count_flops
+from asyncpipe.ops.model.packing import pack as pack_rows
 from asyncpipe.ops.model.transformers.stage_transformers import stage_transformers
 from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.train.streamed_data import StreamedText, stream_text
 from asyncpipe.train.token_data import BytesAsTokens, TokenData, Tokens, read_data
 from asyncpipe.train.workload import Batch, Forward, Workload
 
@@ -39,8 +41,10 @@ _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 def build(
     config: str | Mapping[str, Any],
-    data: str,
+    data: str | None = None,
     *,
+    dataset: Mapping[str, Any] | None = None,
+    pack: bool = False,
     tokenizer: str | None = None,
     length: int = 128,
     held_out: float = 0.1,
@@ -51,7 +55,9 @@ def build(
     """A causal language model and its text.
 
     ``config`` is a table with a ``model_type`` and keys of that type's config, or a folder with a ``config.json`` and,
-    to go on from them, weights. ``data`` is a text file, or a ``.jsonl`` file with a text in ``field`` of each line.
+    to go on from them, weights. ``data`` is a text file, or a ``.jsonl`` file with a text in ``field`` of each line;
+    with ``pack`` rows of ``length`` have several lines each, which do not see each other, and no padding. ``dataset``
+    in its place is a table of arguments for ``datasets.load_dataset``, whose texts are read while the job trains.
     ``tokenizer`` is a folder that ``save_pretrained`` of a tokenizer wrote; without it bytes are tokens. A sample has
     at most ``length`` tokens; the last part of the data, ``held_out`` of it, is for the evaluation. A run that ends
     writes the model to the folder ``save``, and shows ``sample`` tokens that it generates. Relative paths are relative
@@ -65,8 +71,16 @@ def build(
     tokens = BytesAsTokens() if tokenizer is None else _FolderTokens(tokenizer)
     made = _folder_config(config) if isinstance(config, str) else _made_config(config, tokens)
     _check_fit(made, tokens, length)
-    text = read_data(Path(data), tokens, length=length, held_out=held_out, field=field)
+    if (data is None) == (dataset is None) or (pack and data is None):
+        raise OptionError("give data, a file, or dataset, arguments for datasets.load_dataset; pack is for data")
+    text: TokenData | StreamedText
+    if dataset is not None:
+        text = stream_text(dataset, tokens, length=length, field=field)
+    else:
+        text = read_data(Path(data or ""), tokens, length=length, held_out=held_out, field=field, packed=pack)
     model = _model(made, config)
+    if pack:
+        _check_packed(model, length)
     example, _ = next(text.held_out(2))
     staged = stage_transformers(model, example)
     if staged.own_loss is None:
@@ -91,7 +105,7 @@ def _label_count(batch: Batch) -> float:
     return float((labels[:, 1:] >= 0).sum())
 
 
-async def _generate(forward: Forward, *, tokens: Tokens, text: TokenData, count: int) -> str:
+async def _generate(forward: Forward, *, tokens: Tokens, text: TokenData | StreamedText, count: int) -> str:
     """A held-out beginning and the likeliest ``count`` tokens that follow."""
     found = text.prompt()
     for _ in range(count):
@@ -188,6 +202,21 @@ def _check_fit(config: Any, tokens: Tokens, length: int) -> None:
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < length:
         raise OptionError(f"length: the model has {most:,} positions (max_position_embeddings), got {length:,}")
+
+
+def _check_packed(model: Any, length: int) -> None:
+    """Raise ``OptionError`` if sequences that are packed in a row see each other in ``model``."""
+    if "flash" in (model.config._attn_implementation or ""):
+        return  # It tells sequences apart by their positions, in rows by themselves, which steps check.
+    generator = Generator().manual_seed(0)
+    samples = [torch.randint(2, (size,), generator=generator) for size in (length - length // 2, length // 2)]
+    row = {name: value for name, value in pack_rows(samples, length).items() if name != "labels"}
+    model.eval()
+    with torch.no_grad():
+        packed, alone = model(**row).logits[0, -(length // 2) :], model(samples[1][None]).logits[0]
+    model.train()
+    if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-4):
+        raise OptionError(f"pack: in {type(model).__name__} sequences of a row see each other; leave pack out")
 
 
 def _model(config: Any, given: str | Mapping[str, Any]) -> Any:

@@ -35,7 +35,7 @@ name = "small"
 [job]
 model = "transformers"
 [job.parameters]
-data = "{data}"
+{data}
 length = 12
 held_out = 0.4
 save = "{save}"
@@ -66,12 +66,15 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "The devices wait for each other. " * 30
     Path("text.txt").write_text(text, encoding="utf-8")
     lines = [text[: 3 + 2 * number] for number in reversed(range(20))]
+    rows = [{"body": f"{number} {text[: 60 * (number % 3)]}"} for number in range(20)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     Path("lines.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
 
 
-def job_file(save: str, *, data: str = "text.txt", steps: int = 4, pipeline: str = "") -> Path:
+def job_file(save: str, *, data: str = "text.txt", steps: int = 4, pipeline: str = "", parameters: str = "") -> Path:
     config = "\n".join(f"{key} = {json.dumps(value)}" for key, value in CONFIG.items())
     path = Path(f"{save}.toml")
+    data = f'data = "{data}"' * bool(data) + f"\n{parameters}"
     path.write_text(JOB.format(save=save, data=data, steps=steps, pipeline=pipeline, config=config), encoding="utf-8")
     return path
 
@@ -102,14 +105,46 @@ async def test_a_job_trains_and_writes_what_from_pretrained_reads():
         assert torch.equal(value, weights("workers")[name]), name
 
 
-async def test_the_held_out_loss_of_lines_is_that_of_all_their_tokens():
-    summary = await run(job_file("lines", data="lines.jsonl"))
+@pytest.mark.parametrize("parameters", ["", "pack = true"], ids=["padded", "packed"])
+async def test_the_held_out_loss_of_lines_is_that_of_all_their_tokens(parameters):
+    summary = await run(job_file("lines", data="lines.jsonl", parameters=parameters))
     model = transformers.AutoModelForCausalLM.from_pretrained("lines")
     # The last eight lines, of 12 to 3 bytes, were in two batches; a byte is the label of the one before.
     rows = [torch.tensor(list(b"The devices "[: 3 + 2 * number])) for number in reversed(range(8))]
     losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
     total = sum(loss * (len(row) - 1) for loss, row in zip(losses, rows, strict=True))
     assert summary.evaluation == pytest.approx(total / sum(len(row) - 1 for row in rows), rel=1e-5)
+
+
+def test_lines_are_packed_only_where_they_do_not_see_each_other():
+    with pytest.raises(OptionError, match="one text"):
+        build(CONFIG, "text.txt", length=12, pack=True)
+    bloom = {"model_type": "bloom", "hidden_size": 8, "n_layer": 2, "n_head": 2}
+    with pytest.raises(OptionError, match="see each other"):
+        build(bloom, "lines.jsonl", length=12, pack=True)
+
+
+async def test_a_streamed_data_set_goes_on_where_a_resumed_run_left_it():
+    pytest.importorskip("datasets")
+    dataset = {"path": "json", "data_files": "rows.jsonl"}
+    keys = "field = \"body\"\ndataset = {path = 'json', data_files = 'rows.jsonl'}"
+    # 14 steps take more than an epoch.
+    await run(job_file("alone", data="", steps=14, parameters=keys))
+    await run(job_file("again", data="", steps=14, parameters=keys))
+    shutil.rmtree("again-snapshots/step-14")
+    shutil.rmtree("again")
+    assert (await run(job_file("again", data="", steps=14, parameters=keys))).steps == 14
+    for name, value in weights("alone").items():
+        assert torch.equal(value, weights("again")[name]), name
+    for given, said in [
+        ({"field": "text", "dataset": dataset}, "no text in 'text'"),
+        ({"field": "body", "dataset": dataset | {"split": "other"}}, "cannot be read"),
+        ({"field": "body", "dataset": dataset, "data": "text.txt"}, "give data, a file, or dataset"),
+    ]:
+        with pytest.raises(OptionError, match=said):
+            build(CONFIG, length=12, **given)
+    with pytest.raises(OptionError, match="all needed for the evaluation"):
+        build(CONFIG | {"max_position_embeddings": 512}, length=512, field="body", dataset=dataset)
 
 
 def test_a_plan_of_the_job_is_what_it_trains_with(capsys):

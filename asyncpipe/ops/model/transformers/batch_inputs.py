@@ -125,6 +125,20 @@ def _named_inputs(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
             )
         elif value is not None:
             inputs[key] = value
+    _refuse_rows_of_flash(model, inputs)
     if not any(isinstance(value, torch.Tensor) for value in inputs.values()):
         raise BatchError(f"the batch has no tensor; give {name} what its tokenizer or processor returns")
     return inputs
+
+
+def _refuse_rows_of_flash(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Raise ``BatchError`` for packed sequences that FlashAttention would not tell apart."""
+    positions = inputs.get("position_ids")
+    flash = "flash" in (getattr(model.config, "_attn_implementation", None) or "")
+    if not flash or positions is None or len(positions) == 1 or "attention_mask" in inputs:
+        return
+    if bool((positions.diff() != 1).any()):
+        raise BatchError(
+            f"{type(model).__name__} with FlashAttention tells packed sequences apart only in a row by itself, and a "
+            f"micro-batch has {len(positions)}; use as many micro-batches as rows, or attn_implementation='sdpa'"
+        )
