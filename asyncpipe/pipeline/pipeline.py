@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
+from torch import Tensor
 
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
@@ -112,6 +113,7 @@ class Pipeline(ModelProxy):
         update: bool = True,
         scaler: GradScaler | None = None,
         learning_rate: float | None = None,
+        num_items_in_batch: float | Tensor | None = None,
     ) -> StepResult:
         """Run one mini-batch through the pipeline, and add its gradients to the parameters' ``.grad``.
 
@@ -124,12 +126,15 @@ class Pipeline(ModelProxy):
         pipeline's optimizers, to accumulate gradients over steps. ``scaler`` multiplies gradients by its scale.
         Without ``x``, the pipeline's ``feed`` makes both (``feed_step``).
         ``learning_rate`` is set in all parameter groups of the pipeline's optimizers before they update.
+        ``num_items_in_batch`` takes the place of the sum of the counts that the loss returns: the mini-batch then adds
+        its share to the mean over so many labels, of several steps whose gradients are accumulated, as transformers'
+        Trainer gives it to a model; ``result.loss`` is that share.
         Steps of one pipeline run one after the other. Returns when the last task is issued.
 
         Raises ``BatchError`` or ``OptionError`` before anything runs, ``TaskError`` if a task fails. After an
         error or a cancellation the gradients are what they were before, and another step may follow.
         """
-        step = StepOptions(return_outputs, update, scaler, learning_rate)
+        step = StepOptions(return_outputs, update, scaler, learning_rate, num_items_in_batch)
         return await drive(one_step(self._tenancy, self._feeding, x, target, step, blocking=False))
 
     def steps(

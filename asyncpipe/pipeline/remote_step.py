@@ -62,7 +62,7 @@ class RemoteStep(StepProtocol[PartsExecution, StepResult]):
         by_microbatch, counts = found.losses.tensors(), found.counts.tensors()
         losses = [loss for _, loss in sorted(by_microbatch.items())]
         with torch.no_grad():
-            loss = inputs.mean_loss(self.parts, losses, StepTensors(losses=by_microbatch, counts=counts))
+            loss = inputs.mean_loss(self.parts, losses, StepTensors(counts=counts, items=inputs.plan.items))
             outputs = inputs.gather([output for _, output in sorted(found.outputs.items())])
             self.parts.loss_watch.saw(loss)
         self._settle(keep=True)

@@ -129,6 +129,7 @@ class StepHere(StepProtocol[Execution, _Result]):
         super().__init__(parts, tenancy, graph)
         self._plan = plan
         self._tensors = tensors
+        tensors.items = plan.items
         self._context = context
         self._fence = Fence(parts.resources.streams.values(), tensors.given())
         self._binder = Binder(graph, plan, tensors, parts.resources, context, crossings)

@@ -45,6 +45,7 @@ class StepOptions:
     update: bool = True
     scaler: GradScaler | None = None
     learning_rate: float | None = None
+    num_items_in_batch: float | Tensor | None = None
     is_fed: bool = False
     """Whether the pipeline's feed makes the mini-batch."""
     seed: int | None = None
@@ -164,6 +165,7 @@ class StepInputs:
         """
         options = parts.options
         parts.check_model()
+        step = replace(step, num_items_in_batch=_items(step.num_items_in_batch))
         context = CallerContext.capture(modes=parts.has_executors)
         training = parts.module.training and context.grad and not context.inference
         if isinstance(x, CutInputs):
@@ -265,7 +267,18 @@ def _make_plan(
         gradient_norms=options.gradient_norms,
         sizes=differing(sizes),
         batch_dim=options.batch_dim,
+        items=_items(step.num_items_in_batch),
     )
+
+
+def _items(value: float | Tensor | None) -> float | None:
+    """``num_items_in_batch`` as a number. The host waits for one that is on an accelerator."""
+    if value is None:
+        return None
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+    if not is_number or isinstance(value, bool) or not float(value) >= 0:
+        raise OptionError(f"num_items_in_batch must be a number of at least 0, or a tensor with one, got {value!r}")
+    return float(value)
 
 
 def target_of(parts: PipelineParts, x: Any, target: Any = NO_TARGET) -> Any:

@@ -54,6 +54,8 @@ class Batch(NamedTuple):
     target: Any = NO_TARGET
     learning_rate: float | None = None
     """Set in all parameter groups of the pipeline's optimizers before they update."""
+    num_items_in_batch: float | Tensor | None = None
+    """As in ``Pipeline.step``."""
 
 
 def check_batches(batches: object, ahead: object, *, blocking: bool) -> None:
@@ -119,8 +121,9 @@ class StepRun:
 
     def prepare(self, value: Any) -> Waiting[Step]:
         """Check and cut a mini-batch."""
-        x, target, learning_rate = _as_batch(value)
-        return self.feeding.prepare(x, target, replace(self._options, learning_rate=learning_rate))
+        x, target, learning_rate, items = _as_batch(value)
+        step = replace(self._options, learning_rate=learning_rate, num_items_in_batch=items)
+        return self.feeding.prepare(x, target, step)
 
     def alone(self, step: Step) -> Waiting[StepResult]:
         """Run ``step`` from its begin to its end, while no other is under way."""

@@ -6,6 +6,8 @@ from collections.abc import Generator, Iterable
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch import Tensor
+
 from asyncpipe.errors import ArgumentTypeError
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.feeding import Feeding
@@ -66,9 +68,10 @@ class SyncPipeline(ModelProxy):
         update: bool = True,
         scaler: GradScaler | None = None,
         learning_rate: float | None = None,
+        num_items_in_batch: float | Tensor | None = None,
     ) -> StepResult:
         """One mini-batch through the pipeline, as ``Pipeline.step``; blocks until the last task is issued."""
-        step = StepOptions(return_outputs, update, scaler, learning_rate)
+        step = StepOptions(return_outputs, update, scaler, learning_rate, num_items_in_batch)
         return drive_blocking(one_step(self._tenancy, self._feeding, x, target, step, blocking=True))
 
     def steps(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from asyncpipe.core.graph.task import Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.records.step_notes import StepNotes
-from asyncpipe.errors import StageError
+from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.checkpoint import checkpoint
 from asyncpipe.ops.autograd.random_streams import DeviceDraws
@@ -223,6 +223,11 @@ class StageCompute:
             self._tensors.losses[i] = result.loss
             if result.counted is not None:
                 self._tensors.counts[i] = result.counted
+            elif self._plan.items is not None:
+                raise LossError(
+                    "num_items_in_batch takes the place of the counts of a loss, and loss_fn returned none; have it "
+                    "return (mean, count), or leave num_items_in_batch out"
+                )
             if not self._plan.keep_outputs:
                 return
             packet = Packet(result.output)

@@ -58,6 +58,8 @@ class StepPlan:
     sizes: Sequence[int] = ()
     """Of the micro-batches, if they differ."""
     batch_dim: int = 0
+    items: float | None = None
+    """What takes the place of the sum of the losses' counts, if it is given."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,8 @@ class StepTensors:
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     """The count that the loss returned for each micro-batch, if it returns counts; on the CPU if it was a number."""
+    items: float | None = None
+    """As in ``StepPlan``."""
     outputs: dict[int, Packet] = field(default_factory=dict)
     gradient_norms: dict[int, Tensor] = field(default_factory=dict)
     """By stage: of the gradients that its optimizer has used, if they are wanted."""
@@ -132,7 +136,7 @@ class StepTensors:
         Counts that are numbers are summed on the host, and read by kernels like other numbers. Blocks only where the
         host needs a count that was made on an accelerator.
         """
-        total = self.count_of(sorted(self.counts), device)
+        total = self.count_of(sorted(self.counts), device) if self.items is None else self._items(bool(self.counts))
         return None if total is None else total.reciprocal()
 
     def count_of(self, microbatches: Iterable[int], device: torch.device) -> Tensor | None:
@@ -141,16 +145,24 @@ class StepTensors:
         It is on ``device`` or, without counts of accelerators, on the host. Blocks as ``normalizer``.
         """
         by_device: dict[torch.device, list[Tensor]] = {}
-        for count in [self.counts[i] for i in microbatches if i in self.counts]:
+        known = [i for i in microbatches if i in self.counts]
+        if self.items is not None:
+            # The replica with the first micro-batch has it, and the others nothing, so that the sum is exact.
+            total = self._items(bool(known))
+            return total if total is None or 0 in known else torch.zeros_like(total)
+        for count in [self.counts[i] for i in known]:
             by_device.setdefault(count.device, []).append(count.to(torch.float64))
         totals = [torch.stack(counts).sum() for counts in by_device.values()]
         moved = [total if total.is_cpu else to_device(total, device) for total in totals]
         return sum(moved[1:], moved[0]) if moved else None
+
+    def _items(self, known: bool) -> Tensor | None:
+        return torch.tensor(self.items, dtype=torch.float64) if known else None
 
     def close(self) -> None:
         """Drop every tensor that is left: the traceback of a failed step may keep this object alive."""
         for kept in self.kept.values():
             kept.abandon()
         for table in fields(self):
-            if table.name not in ("retain", "caller_ready"):
+            if table.name not in ("retain", "caller_ready", "items"):
                 getattr(self, table.name).clear()

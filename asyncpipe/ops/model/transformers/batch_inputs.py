@@ -25,7 +25,7 @@ _SWITCHED_OFF = {
     "output_attentions": "a pipeline's output has the logits alone; call the model itself to look inside",
     "output_hidden_states": "a pipeline's output has the logits alone; call the model itself to look inside",
     "output_router_logits": "the auxiliary loss of routers is a mean of another kind, which is not counted",
-    "num_items_in_batch": "a pipeline counts the labels itself",
+    "num_items_in_batch": "it is an argument of the step: pipe.step(batch, num_items_in_batch=...)",
     "encoder_outputs": "the encoder is part of the pipeline; give input_ids",
     "is_causal": "set it in the model's config",
 }

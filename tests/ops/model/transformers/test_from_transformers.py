@@ -130,7 +130,7 @@ def mean_of_squares(output: Any, labels: Tensor) -> tuple[Tensor, int]:
     [
         ({"use_cache": True}, "no cache"),
         ({"output_attentions": True}, "logits alone"),
-        ({"num_items_in_batch": 3}, "counts the labels itself"),
+        ({"num_items_in_batch": 3}, "argument of the step"),
         ({"input_ids": [[1, 2]] * 5}, "return_tensors"),
     ],
 )
