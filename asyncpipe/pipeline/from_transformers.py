@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncpipe.ops.model.transformers.cut import unit_balance
+from asyncpipe.ops.model.transformers.dispatched import device_runs
 from asyncpipe.ops.model.transformers.stage_transformers import stage_transformers
 from asyncpipe.pipeline.pipeline import Pipeline
 
@@ -20,7 +21,7 @@ def from_transformers(
     model: nn.Module,
     batch: Any,
     *,
-    devices: Sequence[str | torch.device] | Sequence[Sequence[str | torch.device]],
+    devices: Sequence[str | torch.device] | Sequence[Sequence[str | torch.device]] | None = None,
     microbatches: int,
     **options: Any,
 ) -> Pipeline:
@@ -31,6 +32,10 @@ def from_transformers(
     stage (embeddings are with the first, heads with the last), or ``"auto"``, which spreads parameters evenly, or with
     a ``sample`` time. A model of a family that is not known is traced, with the example.
 
+    A model that was loaded with a ``device_map`` needs no ``devices``: accelerate's hooks are taken off, and its layers
+    stay where they are, each run of them on one device as a stage. With a ``balance`` it is cut again, over the devices
+    of its map; with ``devices`` over these. Layers of bitsandbytes train as they are, where they are.
+
     ``await pipe.step(batch)`` takes the labels from the batch, or as the target. The loss is the model's own, counted
     in labels that are not ignored, so it is that of the whole batch however this is padded and cut; one forward of the
     example in evaluation mode shows that it is. A ``loss_fn`` takes its place, and is given the model's output and the
@@ -40,6 +45,10 @@ def from_transformers(
     staged = stage_transformers(model, batch, own_loss="loss_fn" not in options)
     if options.get("schedule") == "auto" and "sample" not in options:
         options["sample"] = (batch,)
+    if devices is None:
+        runs, units = device_runs(staged)
+        devices = list(dict.fromkeys(runs)) if "balance" in options else runs
+        options.setdefault("balance", units)
     balance = options.get("balance", "auto")
     if not isinstance(balance, str):
         options["balance"] = unit_balance(staged, balance)

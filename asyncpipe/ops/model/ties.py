@@ -24,7 +24,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.errors import SharedParameterError
+from asyncpipe.errors import OptionError, SharedParameterError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers, shared_buffers
 from asyncpipe.ops.model.input_copies import InputCopies
@@ -211,6 +211,8 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
     shared = shared_buffers(model.stages)
     if model.rows > 1:
         own_buffers(model.stages, model.rows, shared)
+    for index, each in enumerate(model.stages):
+        _refuse_to_move_quantized(each, devices[placement[index]])
     # In reverse order, so that shared tensors end up on the device of their owner, the first stage that uses them.
     for index in reversed(range(len(model.stages))):
         device = devices[placement[index]]
@@ -250,6 +252,22 @@ def place(model: StagedModel, placement: Sequence[int], devices: Sequence[Device
         ties.follow(stages[stage.position], stage)
     ties.twins = Twins(pairs)
     return stages, ties
+
+
+def _refuse_to_move_quantized(stage: StageModule, device: Device) -> None:
+    """Weights of bitsandbytes have scales beside them; those of 4 bits move with these, from device to device."""
+    for name, parameter in stage.named_parameters():
+        has_8_bits = hasattr(parameter, "SCB")
+        if device.is_elsewhere and (has_8_bits or getattr(parameter, "quant_state", None) is not None):
+            raise OptionError(
+                f"{name!r} is in 4 or 8 bits, whose scales would not travel to a worker; use workers='threads', or "
+                "load the model without quantization_config"
+            )
+        if has_8_bits and parameter.device != device.physical:
+            raise OptionError(
+                f"{name!r} is in 8 bits and stays on {parameter.device}, where it was loaded, and its stage would be "
+                f"on {device.name}; load the model with a device_map that has it there, or in 4 bits"
+            )
 
 
 def _move(stage: StageModule, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.model.stage import has_hooks
+from asyncpipe.ops.model.transformers.dispatched import unfit_hooks
 from asyncpipe.ops.model.transformers.image import Image
 
 __all__ = ["refuse_hooked_images", "refuse_reentrant", "refuse_unfit"]
@@ -30,7 +31,7 @@ _OUTPUTS = {
 def refuse_unfit(model: nn.Module) -> None:
     """Raise ``OptionError`` for what a pipeline of ``model`` cannot do as the model does it, however it is cut."""
     name = type(model).__name__
-    for reason in (*_of_config(model), *_of_modules(model)):
+    for reason in (*_of_config(model), *_of_modules(model), *unfit_hooks(model)):
         raise OptionError(f"{name}: {reason}")
 
 
@@ -64,11 +65,6 @@ def _of_config(model: nn.Module) -> Iterator[str]:
             "SpecAugment draws from numpy, which a recomputation would not repeat; set config.apply_spec_augment to "
             "False and mask the features before you call the pipeline"
         )
-    if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
-        yield (
-            "its weights are in 8 or 4 bits, in which they cannot move to the devices of stages; load it without "
-            "quantization_config, for instance with dtype=torch.bfloat16"
-        )
 
 
 def _instead(name: str) -> str:
@@ -78,11 +74,6 @@ def _instead(name: str) -> str:
 def _of_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         where = f"submodule {name!r}" if name else "the model"
-        if getattr(module, "_hf_hook", None) is not None:
-            yield (
-                f"{where} has a hook of accelerate, which moves what it is called with to devices of its own; load the "
-                "model without device_map, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
-            )
         if _drops_layers(module):
             yield (
                 f"{where} leaves out layers at random (LayerDrop), by numbers that a recomputation would not repeat "

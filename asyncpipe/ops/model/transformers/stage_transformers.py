@@ -11,6 +11,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss, check_loss, loss_kind
 from asyncpipe.ops.model.transformers.cut import cut_at_layers
+from asyncpipe.ops.model.transformers.dispatched import take_off_hooks
 from asyncpipe.ops.model.transformers.refusals import refuse_unfit
 from asyncpipe.ops.model.transformers.traced import trace_at_layers
 
@@ -28,6 +29,7 @@ def stage_transformers(module: nn.Module, batch: Any, *, own_loss: bool = True) 
     loss = _loss(model, own_loss)
     if loss is not None and loss.kind:
         loss = check_loss(module, loss, batch)
+    take_off_hooks(module)
     staged = cut_at_layers(module, model, loss)
     return trace_at_layers(module, model, batch, loss) if staged is None else staged
 

@@ -147,11 +147,6 @@ def reentrant(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
 
 
-def with_accelerate_hook(model: Any) -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    hooks.add_hook_to_module(model.model.layers[0], hooks.ModelHook())
-
-
 def with_own_loss_function(model: Any) -> None:
     model.loss_function = lambda logits, labels, **_: logits.sum()
 
@@ -160,13 +155,11 @@ def with_own_loss_function(model: Any) -> None:
     ("spoil", "says"),
     [
         (reentrant, "checkpoint='always'"),
-        (with_accelerate_hook, "hook of accelerate"),
         (with_own_loss_function, "give loss_fn="),
         (lambda model: model.model.register_forward_hook(lambda *_: None), "submodule 'model' has hooks"),
         (lambda model: setattr(model.config, "output_hidden_states", True), "set it to False"),
         (lambda model: setattr(model.config, "output_router_logits", True), "auxiliary loss"),
         (lambda model: setattr(model.model, "layerdrop", 0.1), "LayerDrop"),
-        (lambda model: setattr(model, "is_loaded_in_8bit", True), "8 or 4 bits"),
     ],
 )
 def test_what_stages_would_get_wrong_is_refused(spoil: Any, says: str) -> None:
