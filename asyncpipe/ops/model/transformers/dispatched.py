@@ -57,7 +57,7 @@ def device_runs(staged: StagedModel) -> tuple[list[str], list[int]]:
     A parameter that several stages use counts for the first one. A device that comes back later is listed again. Raises
     ``OptionError`` for a model that is not dispatched, or is on one device alone.
     """
-    roots = [part for part in staged.module.modules() if "hf_device_map" in vars(part)]
+    roots: list[Any] = [part for part in staged.module.modules() if "hf_device_map" in vars(part)]
     names = {id(parameter): name for name, parameter in roots[0].named_parameters()} if roots else {}
     seen: set[int] = set()
     devices: list[str] = []
