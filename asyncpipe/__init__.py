@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from asyncpipe.ops.autograd.checkpoint import is_checkpointing as is_checkpointing
     from asyncpipe.ops.autograd.checkpoint import is_recomputing as is_recomputing
     from asyncpipe.ops.device.caller_streams import CallerStreams as CallerStreams
+    from asyncpipe.ops.execute.learning_rates import LearningRates as LearningRates
     from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm as convert_deferred_batch_norm
     from asyncpipe.ops.model.feed import Feed as Feed
     from asyncpipe.ops.model.flops import FlopCount as FlopCount
@@ -108,6 +109,7 @@ _HOMES = {
     "core.policies.share": ("Share",),
     "core.predict.simulate": ("SimulatedJob", "simulate", "simulate_jobs", "simulate_steps"),
     "errors": ("AsyncpipeError", "TaskError"),
+    "ops.execute.learning_rates": ("LearningRates",),
     "ops.model.batchnorm": ("convert_deferred_batch_norm",),
     "ops.autograd.checkpoint": ("is_checkpointing", "is_recomputing"),
     "ops.model.microbatch": ("Arguments", "Microbatches", "NoChunk"),

@@ -53,6 +53,8 @@ class TaskKind(StrEnum):
     """Adds up one bucket of a stage's gradients over the replicas of the pipeline; each replica adds a part of it."""
     GATHER = "G", "gather", "#d0d6a3", "rail_idle"
     """Collects the parts of one bucket from all replicas: gradients, or the parameters that these have updated."""
+    NORM = "N", "norm", "#b8e8f0", "startup"
+    """Completes a stage's gradients and takes their norm; at one stage, that of the gradients of all stages."""
 
     # The defaults are for type checkers, to which ``TaskKind("F")`` is a call of this, and not the look-up that it is.
     def __new__(cls, letter: str, word: str = "", colour: str = "", trace_colour: str = "") -> Self:

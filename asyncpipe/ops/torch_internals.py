@@ -147,7 +147,7 @@ INTERNALS = (
         "test_sparse_gradients_of_tied_embeddings",
     ),
     Internals(
-        "_foreach_add_",
+        "_foreach_add_ _foreach_norm",
         "gradients of accumulated steps are added by a few kernels for all parameters of a stage, as optimizers do",
         "test_gradients_are_added_to_those_of_earlier_steps_bit_by_bit",
     ),
@@ -523,6 +523,9 @@ accumulated_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], object]] | No
 
 add_to_each: Callable[..., Any] = torch._foreach_add_
 """Adds each of the second tensors to one of the first, all of one device and type, as ``add_`` does."""
+
+norm_of_each: Callable[..., list[Tensor]] = torch._foreach_norm  # type: ignore[assignment]
+"""The norms of tensors, as ``torch.linalg.vector_norm`` takes them."""
 
 
 def caches_parametrizations() -> bool:

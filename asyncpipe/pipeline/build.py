@@ -15,6 +15,7 @@ from asyncpipe.core.compile_option import CompileOption
 from asyncpipe.core.graph.lower import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.rows import Rows
+from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
@@ -27,8 +28,10 @@ from asyncpipe.ops.execute.binder import StageResources
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.host_optimizer import on_host
 from asyncpipe.ops.execute.instruments import Instruments
+from asyncpipe.ops.execute.learning_rates import make_schedule
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.execute.optimizer_shards import check_elementwise
+from asyncpipe.ops.execute.parameter_groups import ParameterGroups
 from asyncpipe.ops.execute.replica_sums import BUCKET_BYTES, ReplicaSums
 from asyncpipe.ops.execute.update_undo import UpdateUndo
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
@@ -107,11 +110,14 @@ class PipelineParts:
         return any(each.joins for each in self.resources.ties.statistics_of.values())
 
     def joined_norms(self, norms: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The norms of the gradients of each stage, from those of what each replica has of it."""
+        """The norms of the gradients of each stage, from those of what each replica has of it; that of all is left."""
         parts: dict[int, list[Tensor]] = {}
         for stage, norm in sorted(norms.items()):
+            if stage == WHOLE_STEP:
+                continue
             parts.setdefault(stage % self.stages_per_row, []).append(norm)
-        return {
+        whole = {stage: norm for stage, norm in norms.items() if stage == WHOLE_STEP}
+        return whole | {
             stage: found[0] if len(found) == 1 else nn.utils.get_total_norm(found)
             for stage, found in sorted(parts.items())
         }
@@ -237,12 +243,19 @@ def build(
             )
         stages = [_compiled(stage, compile_option) for stage in stages]
     updated = {} if options.optimizer is None else _updated(stages, ties)
-    optimizers = _make_optimizers(stages, updated, options.optimizer, hosted=options.optimizer_on_host)
+    optimizers = _make_optimizers(stages, updated, options, _parameter_groups(options, staged.module, ties))
+    schedules = {
+        stage: make_schedule(options.lr_schedule, each)
+        for stage, each in optimizers.items()
+        if options.lr_schedule is not None
+    }
     sums = _replica_sums(stages, updated, optimizers, options) if rows > 1 else {}
     reduces = tuple((stage, len(each.buckets)) for stage, each in sums.items())
     updates = tuple(stage for stage in updated if stage < len(stages) // rows)
     shards = options.shard_optimizer and rows > 1
-    graphs.rewire(Wiring(staged.links, ties.links, updates, ties.statistics, reduces, shards, rows))
+    # The gradients of the first stage are the last to be complete.
+    norm = updates[0] if options.clip_grad_norm is not None and updates else None
+    graphs.rewire(Wiring(staged.links, ties.links, updates, ties.statistics, reduces, shards, rows, norm))
     streams = make_streams(here, graphs(options.pieces, Phase.STEP, checkpoint, True).lanes)
     parts = PipelineParts(
         options,
@@ -254,6 +267,7 @@ def build(
             make_copiers(streams),
             GradientGuard(),
             optimizers,
+            schedules,
             sums,
             UpdateUndo(is_on=options.undo_updates),
             instruments,
@@ -304,7 +318,8 @@ def _replica_sums(
         if stage < count
     }
     if options.shard_optimizer and options.optimizer is not None:
-        check_elementwise(options.optimizer)
+        make, grouped = options.optimizer, options.parameter_groups is not None
+        check_elementwise((lambda parameters: make([{"params": parameters}])) if grouped else make)
         for stage, optimizer in optimizers.items():
             hosted = options.optimizer_on_host and has_own_memory(stages[stage].device)
             sums[stage % count].shard(stage // count, optimizer, hosted=hosted)
@@ -446,20 +461,30 @@ def _updated(stages: Sequence[Stage], ties: Ties) -> dict[int, list[nn.Parameter
 def _make_optimizers(
     stages: Sequence[Stage],
     updated: Mapping[int, list[nn.Parameter]],
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
-    *,
-    hosted: bool,
+    options: PipelineOptions,
+    groups: ParameterGroups | None,
 ) -> dict[int, torch.optim.Optimizer]:
     """Those of the stages that are here."""
     optimizers: dict[int, torch.optim.Optimizer] = {}
+    make = options.optimizer
     for stage, mine in updated.items():
         if make is None or stages[stage].device.is_elsewhere:
             continue
-        optimizer = make(on_host(mine) if hosted and has_own_memory(stages[stage].device) else mine)
+        hosted = options.optimizer_on_host and has_own_memory(stages[stage].device)
+        parameters = on_host(mine) if hosted else mine
+        optimizer = make(parameters if groups is None else groups.of(parameters))
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptionError(
                 f"optimizer must be a function from a stage's parameters to a torch optimizer, and returned "
                 f"{type(optimizer).__name__}; give, for instance, lambda parameters: torch.optim.AdamW(parameters)"
             )
+        if groups is not None:
+            groups.keep_ratios(optimizer)
         optimizers[stage] = optimizer
     return optimizers
+
+
+def _parameter_groups(options: PipelineOptions, module: nn.Module, ties: Ties) -> ParameterGroups | None:
+    if options.parameter_groups is None:
+        return None
+    return ParameterGroups(options.parameter_groups, module, ties.twins)

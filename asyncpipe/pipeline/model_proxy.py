@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 
 from torch import nn
 
-from asyncpipe.errors import MoveError, OptionError
+from asyncpipe.errors import MoveError, OptionError, StateDictError
 from asyncpipe.ops.execute.optimizer_states import check_optimizer_states, states_by_name
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import Stage
@@ -194,3 +194,23 @@ class ModelProxy:
         named = states_by_name(states, self.module)
         check_optimizer_states(named, self.module, values.optimizer_states if strict else lambda: ())
         values.load_optimizer_states(named)
+
+    def schedule_states(self) -> dict[str, Any]:
+        """Where the schedules of ``lr_schedule`` are, and what they have set; empty without ``lr_schedule``.
+
+        It means the same with other stages, devices or workers. Raises as ``state_dict``.
+        """
+        self._parts.check_between_steps()
+        return self._backend.values.schedule_states()
+
+    def load_schedule_states(self, states: Mapping[str, Any]) -> None:
+        """Have the schedules go on from what ``schedule_states`` returned.
+
+        Raises ``StateDictError`` where that is empty and the pipeline has schedules, or the other way round, and for
+        another number of parameter groups.
+        """
+        self._parts.check_between_steps()
+        if bool(states) != (self._parts.options.lr_schedule is not None):
+            has = "has an lr_schedule and the state has none" if not states else "has no lr_schedule, as the state has"
+            raise StateDictError(f"the pipeline {has}; give lr_schedule= where the state was saved with one")
+        self._backend.values.load_schedule_states(states)

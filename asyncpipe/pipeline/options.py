@@ -21,6 +21,7 @@ from asyncpipe.pipeline.pool_options import PoolOptions
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
 
     from asyncpipe.core.policies.share import Share
     from asyncpipe.core.records.step_record import Observer
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineArguments", "PipelineOptions"]
 
+_CLIPS = ("clip_grad_norm", "clip_grad_value")
+_OF_OPTIMIZERS = (
+    *("shard_optimizer", "undo_updates", "gradient_dtype", "optimizer_on_host", "parameter_groups", "lr_schedule"),
+    *_CLIPS,
+)
+"""The options that mean nothing without ``optimizer``."""
 _NOT_COPIED = {"copied": False}
 """Metadata of an option that a copy of the pipeline does not inherit."""
 
@@ -79,9 +86,27 @@ class PipelineOptions(PoolOptions):
     the host waits for the device in each step. Optimizers inside the step have updated the weights by then."""
     batch_dim: int = 0
     """The batch dimension of inputs, targets and outputs."""
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    optimizer: Callable[[list[Any]], torch.optim.Optimizer] | None = None
     """Makes a stage's optimizer from its parameters. The update is then a task of the step, which begins when the
     stage's last backward is done. ``Pipeline.optimizers`` has the optimizers by stage."""
+    parameter_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None = None
+    """Maps the unsplit model's name of a parameter, and the parameter, to settings of its own, as ``lambda name,
+    parameter: {"weight_decay": 0.0} if parameter.ndim < 2 else {}``. ``optimizer`` then gets a list of parameter groups
+    (dicts), the same for each stage, of which some may be empty. A group with an ``lr`` keeps its ratio to the
+    optimizer's where a step or ``LearningRates`` sets the learning rate. Shapes may be read, not values: where stages
+    live in workers, parameters of others are on the meta device."""
+    lr_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    """Makes a stage's learning rate scheduler from its optimizer: a torch scheduler, for instance ``functools.partial(
+    transformers.get_cosine_schedule_with_warmup, num_warmup_steps=100, num_training_steps=1000)``, or
+    ``LearningRates(function of the step)``. It is stepped after each update of the stage, as part of it.
+    ``Pipeline.schedule_states`` is its state."""
+    clip_grad_norm: float | None = None
+    """What the norm of all gradients of the model is at most when the pipeline's optimizers use them, as
+    ``torch.nn.utils.clip_grad_norm_`` does it. Every update then waits for the norms of all stages, so where steps
+    overlap the devices wait for each other once a step. ``StepResult.gradient_norm`` is the norm before clipping. One
+    that is NaN or infinite makes gradients NaN, as it does in torch."""
+    clip_grad_value: float | None = None
+    """What the size of each number in these gradients is at most then. No stage waits for another."""
     shard_optimizer: bool = False
     """Whether each replica updates a part of the parameters, and has the optimizer's states of that part alone. For
     optimizers that update each element alone, as Adam does."""
@@ -99,8 +124,8 @@ class PipelineOptions(PoolOptions):
     """Makes the mini-batches of steps that are given none, from their numbers: ``"module:function"`` or a ``Feed``. If
     the stages live in workers it is called there, so that no data passes this process."""
     gradient_norms: bool = False
-    """Whether results have the norm of the gradients that each stage's optimizer has used, and cleared
-    (``StepResult.gradient_norms``)."""
+    """Whether results have the norm of the gradients that each stage's optimizer has used, and cleared, before
+    clipping (``StepResult.gradient_norms``)."""
     deferred_batch_norm: bool = False
     """Whether batch norms update their running statistics once per mini-batch, as the unsplit model does."""
     compile: bool | Mapping[str, Any] | Literal["cudagraphs"] = False
@@ -141,16 +166,21 @@ class PipelineOptions(PoolOptions):
         check_choice("order", self.order, ("strict", "hint"))
         CheckpointMode.parse(self.checkpoint)
         check_choice("on_nan", self.on_nan, ("warn", "raise", "ignore"))
-        if self.shard_optimizer and self.optimizer is None:
-            raise OptionError("shard_optimizer is for the pipeline's own optimizers; give it an optimizer=")
-        if self.undo_updates and self.optimizer is None:
-            raise OptionError("undo_updates is for the pipeline's own optimizers; give it an optimizer=")
+        for name in _OF_OPTIMIZERS if self.optimizer is None else ():
+            if getattr(self, name) not in (None, False):
+                raise OptionError(f"{name} is for the pipeline's own optimizers; give it an optimizer=")
         if self.gradient_dtype is not None:
             check_choice("gradient_dtype", self.gradient_dtype, ("bfloat16",))
-            if self.optimizer is None:
-                raise OptionError("gradient_dtype is for the pipeline's own optimizers; give it an optimizer=")
-        if self.optimizer_on_host and self.optimizer is None:
-            raise OptionError("optimizer_on_host is for the pipeline's own optimizers; give it an optimizer=")
+        for name in ("parameter_groups", "lr_schedule"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                kind = type(getattr(self, name)).__name__
+                raise OptionError(f"{name} must be a function, which is called where the stages are, got {kind}")
+        for name in _CLIPS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+                raise OptionError(f"{name} must be a positive number, got {value!r}")
+        if None not in (self.clip_grad_norm, self.clip_grad_value):
+            raise OptionError("clip_grad_norm and clip_grad_value would clip one after the other; give one of them")
         if CompileOption.parse(self.compile) is not None and self.offload is not None:
             raise OptionError(
                 "offload takes what autograd saves for each operator, and compiled stages are one each; leave one out"

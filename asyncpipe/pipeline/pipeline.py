@@ -20,6 +20,7 @@ from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import ArgumentTypeError, OptionError
 from asyncpipe.ops.autograd.random_streams import draw_step_seed
+from asyncpipe.ops.execute.learning_rates import load_schedule_states, schedule_states
 from asyncpipe.ops.execute.offloading import has_own_memory
 from asyncpipe.ops.model.feed import as_feed
 from asyncpipe.ops.model.stage import StagedModel
@@ -125,7 +126,8 @@ class Pipeline(ModelProxy):
         ``torch.no_grad`` only forwards run, and the loss only if a target is given. ``update=False`` leaves out the
         pipeline's optimizers, to accumulate gradients over steps. ``scaler`` multiplies gradients by its scale.
         Without ``x``, the pipeline's ``feed`` makes both (``feed_step``).
-        ``learning_rate`` is set in all parameter groups of the pipeline's optimizers before they update.
+        ``learning_rate`` is set in all parameter groups of the pipeline's optimizers before they update; one that
+        ``parameter_groups`` gave an ``lr`` keeps its ratio to the others.
         ``num_items_in_batch`` takes the place of the sum of the counts that the loss returns: the mini-batch then adds
         its share to the mean over so many labels, of several steps whose gradients are accumulated, as transformers'
         Trainer gives it to a model; ``result.loss`` is that share.
@@ -264,13 +266,15 @@ class Pipeline(ModelProxy):
         self._backend.refuse("a copy of the pipeline", "copy state_dict() and optimizer_states()")
         every = self._parts.resources.optimizers
         optimizers = {stage: optimizer.state_dict() for stage, optimizer in every.items()}
-        return {"arguments": self._arguments.for_copy(), "optimizers": optimizers}
+        schedules = schedule_states(self._parts.resources.schedules)
+        return {"arguments": self._arguments.for_copy(), "optimizers": optimizers, "schedules": schedules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a pipeline that is not open yet."""
         self._set_up(state["arguments"])
         for stage, optimizer in self._parts.resources.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][stage])
+        load_schedule_states(self._parts.resources.schedules, state["schedules"])
 
     @property
     def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:

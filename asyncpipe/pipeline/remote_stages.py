@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from asyncpipe.core.graph.task_graph import TaskGraph
+from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.errors import BatchError, EdgeError, OptionError, PipelineClosedError, StateDictError, WorkerLostError
@@ -251,7 +251,10 @@ class RemoteStages(StagesHere):
         firsts = [self._worker_of[stage.device.name] for stage in self._parts.resources.stages]
         rows = self._parts.rows(self._parts.options.pieces)
         replicas = [(a, b) for stage in self._parts.resources.sums for a, b in combinations(rows.replicas(stage), 2)]
-        ends = (*self._parts.staged.links, *self._parts.resources.ties.links, *replicas)
+        wiring = self._parts.graphs(self._parts.options.pieces, Phase.STEP, self._parts.checkpoint, True).wiring
+        updated = [stage for first in wiring.updates for stage in rows.replicas(first)]
+        norms = [(stage, wiring.norm) for stage in updated if wiring.norm is not None]
+        ends = (*self._parts.staged.links, *self._parts.resources.ties.links, *replicas, *norms)
         number = self._workers.numbers
         found = {
             (number[sender], number[receiver])
@@ -366,13 +369,14 @@ class RemoteStages(StagesHere):
             from_buffers(result) for name in execution.told() if (result := execution.ended[name].result) is not None
         ]
         if len(ends := [each for each in results if each.losses.keys or each.outputs]) == 1:
-            losses, counts, _, outputs = ends[0]
+            losses, counts, _, outputs, _ = ends[0]
         else:  # Each replica has some of the micro-batches.
             losses = Scalars.of({i: loss for each in ends for i, loss in each.losses.tensors().items()})
             counts = Scalars.of({i: count for each in ends for i, count in each.counts.tensors().items()})
             outputs = {i: output for each in ends for i, output in each.outputs.items()}
         norms = {stage: norm for result in results for stage, norm in result.gradient_norms.tensors().items()}
-        return PartResult(losses, counts, Scalars.of(self._parts.joined_norms(norms)), outputs)
+        rate = next((result.learning_rate for result in results if result.learning_rate is not None), None)
+        return PartResult(losses, counts, Scalars.of(self._parts.joined_norms(norms)), outputs, rate)
 
     def settle(self, execution: PartsExecution, *, keep: bool) -> None:
         """Tell the workers to keep what the step has left, or to undo it. From any thread."""
@@ -450,6 +454,12 @@ class RemoteStages(StagesHere):
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         self._call(self._put("states.load_optimizers", states))
+
+    def schedule_states(self) -> dict[str, Any]:
+        return next(filter(None, self._call(self._gathered("states.schedules"))), {})
+
+    def load_schedule_states(self, states: Mapping[str, Any]) -> None:
+        self._call(self._ask_all("states.load_schedules", to_buffers(dict(states), "the state of the schedule")))
 
     async def _put(self, method: str, state: Mapping[str, Any]) -> None:
         """Give each worker what concerns it, also of its stages in later rows."""
@@ -548,7 +558,8 @@ def _refuse_parameters(options: PipelineOptions) -> None:
     instead = "have the model's last stage compute with it, freeze it (requires_grad_(False))"
     refuse_what_trains(options.loss_fn, "loss_fn", instead)
     instead = "tell parameters apart by what they are (p.dim() < 2, for instance)"
-    refuse_what_trains(options.optimizer, "optimizer", instead)
+    for name in ("optimizer", "parameter_groups", "lr_schedule"):
+        refuse_what_trains(getattr(options, name), name, instead)
 
 
 def _flags(module: nn.Module) -> Flags:

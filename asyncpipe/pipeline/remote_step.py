@@ -67,7 +67,8 @@ class RemoteStep(StepProtocol[PartsExecution, StepResult]):
             self.parts.loss_watch.saw(loss)
         self._settle(keep=True)
         portal = self.tenancy.pool.portal
-        return StepResult(loss, tuple(losses), outputs, execution, portal, found.gradient_norms.tensors())
+        norms = found.gradient_norms.tensors()
+        return StepResult(loss, tuple(losses), outputs, execution, portal, norms, found.learning_rate)
 
     def abandon(self) -> None:
         self._settle(keep=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError
@@ -34,6 +35,7 @@ class StepResult:
         execution: DrivenStep,
         portal: Portal,
         gradient_norms: Mapping[int, Tensor] = MappingProxyType({}),
+        learning_rate: float | None = None,
     ) -> None:
         self.loss = loss
         """The mini-batch's loss, without dimensions, detached; ``None`` where no loss was computed."""
@@ -41,9 +43,13 @@ class StepResult:
         """What ``loss_fn`` returned for each micro-batch."""
         self.outputs = outputs
         """The last stage's outputs, gathered over the micro-batches and detached; ``None`` if not kept."""
-        self.gradient_norms = gradient_norms
-        """By stage: the norm of the gradients that its optimizer has used, with ``gradient_norms=True``. That of all
-        stages is the root of the sum of their squares."""
+        self.gradient_norms = {stage: norm for stage, norm in gradient_norms.items() if stage != WHOLE_STEP}
+        """By stage: the norm of the gradients that its optimizer has used, before clipping, with
+        ``gradient_norms=True``. That of all stages is the root of the sum of their squares."""
+        self.gradient_norm = gradient_norms.get(WHOLE_STEP)
+        """With ``clip_grad_norm``: the norm of all gradients before clipping, if the step updates; else ``None``."""
+        self.learning_rate = learning_rate
+        """With ``lr_schedule``: the learning rate of the optimizer's first parameter group in this step's update."""
         self._execution = execution
         self._portal = portal
 

@@ -16,6 +16,7 @@ import torch
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.schedules.protocol import Schedule
 from asyncpipe.errors import PipelineClosedError
+from asyncpipe.ops.execute.learning_rates import load_schedule_states, schedule_states
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states, with_whole_states
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.step_inputs import CutInputs
@@ -94,9 +95,19 @@ class StagesHere:
         resources = self._parts.resources
         load_optimizer_states(resources.optimizers.values(), self._parts.module, states, resources.ties.twins)
 
+    def schedule_states(self) -> dict[str, Any]:
+        """The state of the learning rate schedules, which all stages have alike; empty if there are none."""
+        return schedule_states(self._parts.resources.schedules)
+
+    def load_schedule_states(self, states: Mapping[str, Any]) -> None:
+        """Have all schedules go on from it."""
+        load_schedule_states(self._parts.resources.schedules, states)
+
 
 class StagesToCome(StagesHere):
     """The model here, before its stages are sent to workers: its values are here, and no optimizers yet."""
 
     def load_optimizer_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         raise PipelineClosedError("optimizers are made in the workers when the pipeline opens; use 'async with' first")
+
+    load_schedule_states = load_optimizer_states

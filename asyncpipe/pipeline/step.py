@@ -206,8 +206,9 @@ class PreparedStep(StepHere[StepResult]):
             gathered = self.inputs.gather(outputs)
             self.parts.loss_watch.saw(loss)
             norms = self.parts.joined_norms(norms)
+        rate = next(iter(self._tensors.rates), None)
         self._commit()
-        return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal, norms)
+        return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal, norms, rate)
 
     def abandon(self) -> None:
         resources = self.parts.resources

@@ -254,6 +254,13 @@ def _make_plan(
     options = parts.options
     if step.learning_rate is not None and options.optimizer is None:
         raise OptionError("learning_rate is for the pipeline's own optimizers; give it an optimizer=")
+    if step.learning_rate is not None and options.lr_schedule is not None:
+        raise OptionError("the learning rate is that of the pipeline's lr_schedule; leave learning_rate out")
+    if training and step.scaler is not None and options.optimizer is not None and step.update:
+        raise OptionError(
+            "a scaler's gradients are to be unscaled before an update, and the pipeline's own optimizers would not do "
+            "that; give update=False and have the scaler step pipe.optimizers, or leave the scaler out"
+        )
     return StepPlan(
         loss=None,
         weights=loss_weights(sizes, options.loss_reduction == "mean"),
@@ -265,6 +272,8 @@ def _make_plan(
         whole_step=True,
         learning_rate=step.learning_rate,
         gradient_norms=options.gradient_norms,
+        clip_norm=options.clip_grad_norm,
+        clip_value=options.clip_grad_value,
         sizes=differing(sizes),
         batch_dim=options.batch_dim,
         items=_items(step.num_items_in_batch),

@@ -188,6 +188,8 @@ class PartResult(NamedTuple):
     losses: Scalars
     counts: Scalars
     gradient_norms: Scalars
-    """By stage."""
+    """By stage, and under ``WHOLE_STEP`` of all."""
     outputs: Mapping[int, Any]
     """By micro-batch."""
+    learning_rate: float | None = None
+    """What the first stage's scheduler had set."""

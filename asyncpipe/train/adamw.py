@@ -3,9 +3,9 @@
 ::
 
     ClippedAdamW   step ─▶ norm of all gradients ─▶ clip ─▶ update     one after the other; an update can be skipped
-    StagedAdamW    step: … U(0) … U(1) …                               updates are tasks of the step, without clipping
+    StagedAdamW    step: … U(0) … U(1) …                               updates are tasks of the step, and so is the norm
 
-Both have the same state and give the same weights where nothing is clipped, so a run can go on with the other one.
+Both have the same state and give the same weights, so a run can go on with the other one.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ class StagedAdamW:
         """The update of a step that is issued, and that had this learning rate."""
         assert result.loss is not None
         self._rate = rate
-        return Update(result.loss, [HostCopy(norm) for norm in result.gradient_norms.values()])
+        norms = [*result.gradient_norms.values()] if result.gradient_norm is None else [result.gradient_norm]
+        return Update(result.loss, list(map(HostCopy, norms)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state that one AdamW over all parameters would have."""

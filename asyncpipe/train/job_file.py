@@ -156,13 +156,14 @@ class TrainingTable(StrictModel):
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0
     clip: PositiveFloat | None = None
-    """The largest norm of all gradients together; absent: they are not clipped."""
+    """The largest norm of all gradients together; absent: they are not clipped. With ``overlap`` each update waits for
+    the norms of all stages."""
     seed: Seed = 0
     overlap: Flag = False
     """Whether each stage is updated as soon as its last backward is done and begins the next step, while other devices
     still end this one (``Pipeline.steps``). Losses and weights are the same to the last bit.
 
-    Nothing can be decided between two steps then, and a job must say so: there is no ``clip``, a failed step is not
+    Nothing can be decided between two steps then, and a job must say so: a failed step is not
     retried (``step_retries = 0``), and no update is skipped (``non_finite`` is not ``"skip"``). With ``"fail"`` a loss
     or gradient norm that is not finite still ends the run at its step, but the weights are updated already: the run
     goes on from its last snapshot, which is never behind such a step. Losses are read while the next step computes, and
@@ -254,8 +255,6 @@ def check_overlap(training: TrainingTable, faults: FaultTable) -> None:
     if not training.overlap:
         return
     problems = []
-    if training.clip is not None:
-        problems.append("no stage may wait for the norm of all gradients: leave training.clip out")
     if faults.step_retries:
         problems.append("a failed step leaves some stages updated and is not retried: set faults.step_retries = 0")
     if faults.non_finite == "skip":

@@ -86,7 +86,7 @@ def handle_non_finite(job: Job, meter: Meter, update: UpdateResult, learning_rat
     weights, skipping = "are as they were before it", 'non_finite = "skip" skips single updates'
     if job.training.overlap:
         weights = "are updated with it, since steps overlap: go on from the last snapshot"
-        skipping = "overlap = false leaves the weights as they were, clips, and skips single updates"
+        skipping = "overlap = false leaves the weights as they were, and skips single updates"
     advice = (
         f"a learning rate below {learning_rate:g}, a longer warm-up or a smaller clip often help; so does a check of "
         f"the data for values that are NaN or infinite. {skipping}"

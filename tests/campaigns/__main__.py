@@ -12,6 +12,7 @@ from tests.campaigns.harness import run_campaign
 
 MODULES = {
     "architectures": "architectures.campaign",
+    "clipping": "clipping",
     "crashes": "crashes.campaign",
     "differential": "differential.campaign",
     "faults": "faults.campaign",

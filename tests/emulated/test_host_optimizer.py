@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from asyncpipe import Batch
-from asyncpipe.ops.execute.optimizer_states import set_learning_rate
+from asyncpipe.ops.execute.learning_rates import set_learning_rate
 from tests.emulated import device as emu
 from tests.emulated.helpers import TARGET, X, layers, piped
 

@@ -37,6 +37,8 @@ WAYS = {
     "counted by tensors in shards": {"loss_fn": COUNTED["tensor"], "shard_optimizer": True},
     "split backward": {"schedule": "zb-h1"},
     "bfloat16": {"gradient_dtype": "bfloat16"},
+    "clipped": {"clip_grad_norm": 0.01},
+    "clipped in shards on the host": {"clip_grad_norm": 0.01, "shard_optimizer": True, "optimizer_on_host": True},
 }
 
 

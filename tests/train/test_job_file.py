@@ -218,12 +218,7 @@ WRONG = [
     ("= 1\n", "= 0\n", "training.learning_rate", ["finite number greater than 0", "got 0"]),
     ("= 1\n", "= nan\n", "training.learning_rate", ["finite number greater than 0", "got NaN"]),
     ("= 1\n", "= 1\noverlap = 1\n", "training.overlap", ["must be true or false", "got 1"]),
-    (
-        "= 1\n",
-        "= 1\nclip = 1.0\noverlap = true\n",
-        "training.overlap",
-        ["leave training.clip out; a failed"],
-    ),
+    ("= 1\n", "= 1\noverlap = true\n", "training.overlap", ["set faults.step_retries = 0"]),
     ("= 1\n", "= 1\nlr = 1\n", "training.lr", ["known keys of training", "learning_rate"]),
     ("metrics_port = 0", "metrics_port = 70000", "observe.metrics_port", ["0 (any free one) to 65535", "got 70000"]),
     ('trace = "runs/linear.json"', "trace = 3", "observe.trace", ["path of a file", "got 3"]),

@@ -29,7 +29,7 @@ from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "snapshot_each_step")
 
-OVERLAP = {"overlap": True, "clip": None, "warmup_steps": 3}
+OVERLAP = {"overlap": True, "clip": 0.5, "warmup_steps": 3}
 FAULTS = {"step_retries": 0}
 
 
@@ -250,10 +250,6 @@ async def test_batches_that_end_or_fail(tmp_path, fails, overlap):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"clip": 1.0},
-            "training.overlap: no stage may wait for the norm of all gradients: leave training.clip out; or",
-        ),
         ({"faults": {"step_retries": 1}}, r"some stages updated and is not retried: set faults.step_retries = 0; or"),
         ({"faults": {"non_finite": "skip"}}, 'set faults.non_finite = "fail" or "ignore"; or overlap = false'),
     ],

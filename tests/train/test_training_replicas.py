@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("snapshot_each_step")
 
 ONE = {"devices": ["cpu:0", "cpu:1"], "microbatches": 4}
 ROWS = {"devices": [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]], "microbatches": 2}
-OVERLAP = {"training": {"overlap": True, "clip": None}, "faults": {"step_retries": 0}}
+OVERLAP = {"training": {"overlap": True, "clip": 0.5}, "faults": {"step_retries": 0}}
 """Each stage is updated in the step; otherwise one optimizer, which clips, updates all stages behind it."""
 
 

@@ -31,7 +31,7 @@ from asyncpipe.train.workload import Batch, Workload
 
 pytestmark = [pytest.mark.usefixtures("snapshot_each_step"), pytest.mark.timeout(120)]
 
-TRAINING = {"overlap": True, "clip": None, "warmup_steps": 3}
+TRAINING = {"overlap": True, "clip": 0.5, "warmup_steps": 3}
 LAYOUTS = {
     "two workers": ["cpu:0", "cpu:1"],
     "one worker": ["cpu:1", "cpu:2"],

@@ -34,6 +34,16 @@ all-gather, made of tasks. With shards each replica updates its parts, and the p
                               ╪             ╪                      with shards                ╪
     replica 1     B(last,2) ──┴──▶ A(2,k) ──┴──▶ G(2,k) ──▶ U(2)        ──▶ A(2,k) ──▶ U(2) ──┴──▶ G(2,k)
 
+Where updates are clipped by the norm of all gradients, N(j) completes the gradients of stage j and takes their norm.
+N of the first stage that is updated also waits for the other norms and adds them up, and every U waits for it. So each
+other stage sends one message and gets one; if each sent its norm to each, 64 stages would send 4032. It is the first
+stage since its gradients are the last to be complete: a sum elsewhere would come one message later. Of replicas the
+first has norms, of whole gradients; with shards all do, of their parts::
+
+    stage 2   … B(last,2) ──▶ N(2) ──────┐                ┌──▶ U(2)
+    stage 1   …     B(last,1) ──▶ N(1) ──┤                ├──▶ U(1)
+    stage 0   …         B(last,0) ───────┴──▶ N(0) ───────┴──▶ U(0)
+
 What F(i,j) keeps may be offloaded to the host until its backward (``offload.py`` says of which micro-batches). O(i,j)
 copies it while the next action runs, and what comes after that waits for O, since it gets the memory. L(i,j) brings it
 back while the last action before the backward (or before R(i,j), which reads it then) runs::
@@ -66,6 +76,7 @@ _F, _R, _B, _C = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKi
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 _O, _L = TaskKind.OFFLOAD, TaskKind.LOAD
 _S, _A, _G, _U = TaskKind.SUM, TaskKind.REDUCE, TaskKind.GATHER, TaskKind.UPDATE
+_N = TaskKind.NORM
 _USUAL_QUEUES = (Queue.COMPUTE, Queue.COPY_IN, Queue.GRAD_IN)
 """Those of graphs that offload nothing and have no replicas."""
 _QUEUE_OF = {_O: Queue.OFFLOAD, _L: Queue.LOAD, _A: Queue.REDUCE}
@@ -251,6 +262,10 @@ class _Builder:
         """Of each A and G."""
         self._sums: dict[int, int] = {}
         """S of each stage that owns tied parameters."""
+        self._complete: dict[int, Sequence[int]] = {}
+        """By stage that is updated: the tasks behind which it has its gradients, or with shards its part of them."""
+        self._updates: dict[int, int] = {}
+        """U of each stage."""
         self._to_order: dict[int, list[_OrderedCopy]] = {}
         """The copies of each lane, by its position, that gets copies from several devices in an ordered schedule."""
         self._places: dict[int, float] = {}
@@ -332,7 +347,7 @@ class _Builder:
         return task if again < 0 else again
 
     def add_ends(self) -> None:
-        """Add the S and U tasks, which wait for a stage's last backward. Call it after ``add_actions``."""
+        """Add what follows a stage's last backward, from S to U. Call it after ``add_actions``."""
         ends = dict(self._last)
         for owner, user in self.wiring.ties:
             if user in self._last and owner not in self._sums and self._comes_back(owner, user):
@@ -345,7 +360,26 @@ class _Builder:
                 self._add_reduction(stage, range(buckets), ends, updates=stage in updates)
         for stage in updates:
             if stage not in replicated:
-                self._add(_U, WHOLE_STEP, stage, ends[stage])
+                # The device at which norms are added up knows of far stages only that they have N and U, in each row.
+                for replica in (stage,) if self.wiring.norm is None else self._rows.replicas(stage):
+                    self._add_update(replica, ends.get(replica, ()))
+        if updates and self.wiring.norm is not None:
+            self._add_norms(updates, self.wiring.norm)
+
+    def _add_update(self, stage: int, complete: Sequence[int]) -> int:
+        self._complete[stage] = complete
+        task = self._updates[stage] = self._add(_U, WHOLE_STEP, stage, complete)
+        return task
+
+    def _add_norms(self, updates: Iterable[int], last: int) -> None:
+        """Add N, the one of stage ``last`` behind the others, since tasks of a device are numbered in this order."""
+        counted = [
+            each for stage in updates for each in (self._rows.replicas(stage) if self.wiring.shards else (stage,))
+        ]
+        norms = [self._add(_N, WHOLE_STEP, each, self._complete[each]) for each in counted if each != last]
+        total = self._add(_N, WHOLE_STEP, last, (*self._complete.get(last, ()), *norms))
+        for update in self._updates.values():
+            self._depend(update, total)
 
     def _add_reduction(
         self, stage: int, buckets: Iterable[int], ends: Mapping[int, Iterable[int]], *, updates: bool
@@ -360,7 +394,7 @@ class _Builder:
             replica: [self._add(_A, WHOLE_STEP, replica, complete, bucket=k) for k in buckets] for replica in replicas
         }
         if updates and self.wiring.shards:
-            updated = [self._add(_U, WHOLE_STEP, replica, parts[replica]) for replica in replicas]
+            updated = [self._add_update(replica, parts[replica]) for replica in replicas]
             for replica in replicas:
                 for k in buckets:
                     self._add(_G, WHOLE_STEP, replica, updated, bucket=k)
@@ -370,7 +404,7 @@ class _Builder:
                 self._add(_G, WHOLE_STEP, replica, [parts[other][k] for other in replicas], bucket=k) for k in buckets
             ]
             if updates:
-                self._add(_U, WHOLE_STEP, replica, gathered)
+                self._add_update(replica, gathered)
 
     def _comes_back(self, owner: int, user: int) -> bool:
         """Whether ``user`` sends something to the ``owner`` of what it shares, at its end."""
@@ -440,7 +474,7 @@ class _Builder:
         chain, a copy comes just before what needs it, and what a step has once comes behind, in the order in which it
         waits for that of other devices. So a worker numbers its own part as the whole graph does.
         """
-        once = (_S, _A, _U, _G) if shards else (_S, _A, _G, _U)
+        once = (_S, _A, _N, _U, _G) if shards else (_S, _A, _G, _N, _U)
         end = 2 * max(cycles, default=0) + 2
         behind = {kind: end + 2 * k for k, kind in enumerate((*once, _C))}
         rank: list[float] = [

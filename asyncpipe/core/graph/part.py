@@ -9,10 +9,10 @@ one dependency that crosses, named by its two tasks::
     part of cpu:0    F(0,0) ─▶ departure  (C(0,0>1), F(0,0)), with tensors
     part of cpu:1              arrival    (C(0,0>1), F(0,0)) opens a gate ─▶ C(0,0>1) ─▶ F(0,1)
 
-Tensors cross only to a copy, or to what replicas reduce and gather: it runs where they go. Other dependencies that
-cross are mere order: under a rule R(i,j) waits for the task that makes its gradient. A copy of tied parameters waits
-for no task, since they are complete when the step begins; its message is named by ``BEGINNING``, and leaves when the
-step begins at the owner.
+Tensors cross only to a copy, or to what replicas reduce and gather, which run where they go; and norms, to N and U.
+Other dependencies that cross are mere order: under a rule R(i,j) waits for the task that makes its gradient. A copy of
+tied parameters waits for no task, since they are complete when the step begins; its message is named by ``BEGINNING``,
+and leaves when the step begins at the owner.
 
 Numbers of tasks are those of the graph that a part is cut from. A worker need not have the whole one (``lower`` with
 ``around``), so between processes tasks have names (``TaskNames``).
@@ -69,7 +69,7 @@ class Departure(NamedTuple):
     dependency: int
     """The task of this part that it waits for, or ``BEGINNING``."""
     tensors: bool
-    """Whether the message carries tensors: the task that waits is a copy, which reads what this one has made."""
+    """Whether the message carries tensors: the task that waits, a copy for instance, reads what this one has made."""
     among: int = 1
     """For how many tasks of this part it waits. Of several, whose messages all name the same ``task``, the last one to
     be sent carries the tensors: under a rule, the gradient of tied parameters is complete after any of some tasks."""
@@ -183,9 +183,9 @@ def owner_of(graph: TaskGraph, task: Task) -> int | None:
 def _departure(graph: TaskGraph, task: int, dependency: int, own: Mapping[int, int]) -> Departure:
     waiting = graph.tasks[task]
     among = [before for before in graph.dependencies[task] if before in own]
-    if waiting.kind in COLLECTIVE_KINDS:  # Each replica sends what it has.
+    if waiting.kind in (TaskKind.NORM, *COLLECTIVE_KINDS):  # Each stage sends what it has.
         among = [before for before in among if graph.tasks[before].stage == graph.tasks[dependency].stage]
-    tensors = waiting.kind in (TaskKind.COPY, *COLLECTIVE_KINDS)
+    tensors = waiting.kind in (TaskKind.COPY, *COLLECTIVE_KINDS) or graph.tasks[dependency].kind is TaskKind.NORM
     return Departure(waiting.lane.device, task, dependency, tensors, len(among))
 
 

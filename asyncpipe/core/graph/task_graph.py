@@ -44,6 +44,8 @@ class Wiring:
     that are gathered."""
     rows: int = 1
     """How many replicas of the pipeline there are (``rows.py``). Links do not lead from one to another; ties do."""
+    norm: int | None = None
+    """The stage at which the norm of all gradients is added up, if updates wait for it."""
 
     @classmethod
     def chain(cls, stages: int) -> Wiring:
@@ -62,14 +64,14 @@ class Wiring:
         return replace(self, links=links, ties=ties, updates=updates, reduces=reduces, shards=shards, rows=rows)
 
     def around(self, own: frozenset[int], rows: Rows) -> Wiring:
-        """What concerns the stages in ``own``: what these exchange, and all that a sum of theirs over rows is of."""
+        """What concerns the stages in ``own``: what these exchange, and all that a sum or norm of theirs is of."""
         reduces = tuple([each for each in self.reduces if not own.isdisjoint(rows.replicas(each[0]))])
         summed = {stage for first, _ in reduces for stage in rows.replicas(first)}
         return replace(
             self,
             links=tuple([each for each in self.links if not own.isdisjoint(each)]),
             ties=tuple([each for each in self.ties if each[0] in summed or not own.isdisjoint(each)]),
-            updates=tuple([stage for stage in self.updates if stage in own or stage in summed]),
+            updates=tuple([stage for stage in self.updates if stage in own or stage in summed or self.norm in own]),
             reduces=reduces,
         )
 

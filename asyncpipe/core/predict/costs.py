@@ -29,7 +29,7 @@ class Costs:
     """A cost model: the same virtual seconds for every task of a kind.
 
     A full backward costs its two halves unless ``backward`` is given. Sums (S) cost nothing. What is offloaded, reduced
-    over replicas, gathered and updated takes no time unless it is given.
+    over replicas, gathered, updated and measured for a norm takes no time unless it is given.
     """
 
     forward: float = 1.0
@@ -43,6 +43,7 @@ class Costs:
     update: float = 0.0
     reduce: float = 0.0
     gather: float = 0.0
+    norm: float = 0.0
 
     @property
     def full_backward(self) -> float:
@@ -57,7 +58,7 @@ class Costs:
         return 0.0 if field is None else float(getattr(self, field))
 
 
-_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE_KINDS, *COPY_KINDS, _U, *COLLECTIVE_KINDS)}
+_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE_KINDS, *COPY_KINDS, _U, *COLLECTIVE_KINDS, TaskKind.NORM)}
 """The field of ``Costs`` for each kind that has one."""
 _KINDS = " and ".join(", ".join(_FIELDS).rsplit(", ", 1))
 

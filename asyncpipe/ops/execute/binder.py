@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -33,15 +34,15 @@ from asyncpipe.ops.execute.crossings import Crossings
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.host_optimizer import update, updated_by
 from asyncpipe.ops.execute.instruments import Instruments
+from asyncpipe.ops.execute.learning_rates import set_learning_rate
 from asyncpipe.ops.execute.offloading import OffloadedGraph
-from asyncpipe.ops.execute.optimizer_states import set_learning_rate
 from asyncpipe.ops.execute.reductions import Reductions
 from asyncpipe.ops.execute.replica_sums import ReplicaSums
 from asyncpipe.ops.execute.step_tensors import StepPlan, StepTensors
 from asyncpipe.ops.execute.surroundings import Surroundings
 from asyncpipe.ops.execute.update_undo import UpdateUndo
 from asyncpipe.ops.model.replicas import Twins
-from asyncpipe.ops.model.sharded import gradient_norm
+from asyncpipe.ops.model.sharded import gradient_norm, gradient_norms
 from asyncpipe.ops.model.stage import Stage
 from asyncpipe.ops.model.ties import Ties
 
@@ -59,6 +60,8 @@ class StageResources:
     guard: GradientGuard
     optimizers: Mapping[int, torch.optim.Optimizer]
     """By stage; one for each stage that is updated inside the step."""
+    schedules: Mapping[int, LRScheduler]
+    """By stage: what sets the learning rate of its optimizer after each update, if the pipeline has schedules."""
     sums: Mapping[int, ReplicaSums]
     """By position of a stage in its row, where replicas update parameters of their own."""
     undo: UpdateUndo
@@ -175,6 +178,8 @@ class Binder:
             return self._reduce
         if kind is TaskKind.GATHER:
             return self._gather
+        if kind is TaskKind.NORM:
+            return self._norm
         assert kind is TaskKind.UPDATE, "copies compute nothing"
         return self._update
 
@@ -363,23 +368,79 @@ class Binder:
         """Run the stage's optimizer on its complete gradients, and clear them."""
         self._pause_draws(task)
         optimizer = self._resources.optimizers[task.stage]
+        schedule = self._resources.schedules.get(task.stage)
         parameters = updated_by(optimizer)
-        with torch.no_grad(), self._beside_counts(task):
+        with torch.no_grad():
+            if self._plan.clip_norm is None:
+                self._complete(task, parameters)
+                if self._plan.gradient_norms and (self._reductions.shards or not self._rows.stage_row(task.stage)):
+                    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                    self._tensors.gradient_norms[task.stage] = gradient_norm(gradients)
+                if self._plan.clip_value is not None:
+                    nn.utils.clip_grad_value_(parameters, self._plan.clip_value)
+            else:
+                (norm,) = self._brought(task, [self._total(task.stage)])
+                if not self._reductions.shards and self._reductions.has(task.stage):
+                    self._reductions.begin_update(task.stage)
+                self._resources.guard.forget(parameters)  # They have the earlier ones in them.
+                nn.utils.clip_grads_with_norm_(parameters, self._plan.clip_norm, norm)
+        if self._plan.learning_rate is not None:
+            set_learning_rate(optimizer, self._plan.learning_rate)
+        self._resources.undo.save(self._tensors, optimizer, schedule)
+        if schedule is not None and task.stage == self._graph.wiring.updates[0]:
+            rate = optimizer.param_groups[0]["lr"]
+            # The host does not wait for one that is on an accelerator.
+            self._tensors.rates += [float(rate)] if not isinstance(rate, Tensor) or rate.is_cpu else []
+        update(optimizer, self._stream(task))
+        self._resources.guard.updated(parameters)
+        if schedule is not None:
+            schedule.step()
+
+    def _complete(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
+        """Make the gradients of ``parameters`` those that the optimizer uses."""
+        with self._beside_counts(task):
             if self._reductions.has(task.stage):
                 # Hazard: the optimizer reads on this stream what was allocated on that of A. Its memory must not be
                 # reused before that read is done.
                 self._stream(task).keep(self._reductions.begin_update(task.stage))
-            else:
+            elif self._plan.clip_norm is None:
                 normalize(parameters, self._tensors)
                 self._resources.guard.commit_some(parameters)
-            if self._plan.gradient_norms and (self._graph.wiring.shards or not self._rows.stage_row(task.stage)):
-                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-                self._tensors.gradient_norms[task.stage] = gradient_norm(gradients)
-        if self._plan.learning_rate is not None:
-            set_learning_rate(optimizer, self._plan.learning_rate)
-        self._resources.undo.save(self._tensors, optimizer)
-        update(optimizer, self._stream(task))
-        self._resources.guard.updated(parameters)
+            else:  # The step may still fail before the optimizer uses them.
+                normalize(parameters, self._tensors)
+                self._resources.guard.complete(parameters)
+
+    def _norm(self, task: Task) -> None:
+        """Complete the stage's gradients and take their norm; at the last such task, take that of all stages."""
+        stage, tensors = task.stage, self._tensors
+        parameters = updated_by(self._resources.optimizers[stage])
+        with torch.no_grad():
+            if self._reductions.shards or not self._reductions.has(stage):
+                self._complete(task, parameters)
+            # In the model's order, so that the norm of all has the same bits wherever the model is cut.
+            mine = frozenset(parameters)
+            in_order = [each for each in self._resources.stages[stage].module.parameters() if each in mine]
+            gradients = [each.grad for each in in_order or parameters if each.grad is not None]
+            norms = gradient_norms(gradients) if gradients else torch.zeros(1, device=self._stream(task).device)
+            tensors.norms[stage] = norms
+            if self._plan.gradient_norms:
+                tensors.gradient_norms[stage] = torch.linalg.vector_norm(norms)
+            if stage == self._graph.wiring.norm:
+                brought = self._brought(task, [each for _, each in sorted(tensors.norms.items())])
+                tensors.gradient_norms[WHOLE_STEP] = torch.linalg.vector_norm(torch.cat(brought))
+
+    def _total(self, stage: int) -> Tensor:
+        """The norm of all gradients, for U of ``stage``."""
+        came = self._tensors.totals.get(stage)
+        return self._tensors.gradient_norms[WHOLE_STEP] if came is None else came
+
+    def _brought(self, task: Task, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What other tasks have made, which ``task`` depends on, on its device."""
+        brought: list[Tensor] = []
+        for tensor in tensors:
+            with self._beside(task, tensor) as bring:
+                brought += bring([tensor])
+        return brought
 
     @contextmanager
     def _beside_counts(self, task: Task) -> Iterator[None]:

@@ -41,6 +41,9 @@ _COUNTED = b"counted"
 _MORE = b"more"
 """Before the description of (meta, layouts, readers), where there is more to tell than the meta."""
 
+_NORMED = (TaskKind.NORM, TaskKind.UPDATE)
+"""What gets norms of gradients from other workers."""
+
 Hold = tuple[Callable[[], None], torch.Event | None]
 """What to call when a task has run that has taken a message, and the event behind which it may read the tensors."""
 Send = Callable[[Departure, bytes, Sequence[Tensor | None], torch.Event | None], None]
@@ -106,6 +109,13 @@ class Crossings:
         """What a task elsewhere reads that waits for one of ``stage``; of a copy, it leaves the tables."""
         if waiting.kind in COLLECTIVE_KINDS:
             return _packed(b"", self._reductions.taken(stage, waiting))
+        if waiting.kind in _NORMED:
+            found = (
+                self._tensors.norms[stage]
+                if waiting.kind is TaskKind.NORM
+                else self._tensors.gradient_norms[WHOLE_STEP]
+            )
+            return _packed(b"", [found])
         assert waiting.source is not None
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if i == WHOLE_STEP:
@@ -136,7 +146,7 @@ class Crossings:
         with self._lock:
             self._holds.setdefault(task, []).append(hold)
         waiting = self._graph.tasks[task]
-        if waiting.kind not in (TaskKind.COPY, *COLLECTIVE_KINDS) or not (meta or tensors):
+        if waiting.kind not in (TaskKind.COPY, *COLLECTIVE_KINDS, *_NORMED) or not (meta or tensors):
             return
         source, user, i = waiting.source, waiting.stage, waiting.microbatch
         if meta.startswith(_MORE):
@@ -149,7 +159,13 @@ class Crossings:
             if readers is not None:
                 assert source is not None
                 self._tensors.readers[i, source, user] = readers
-        if source is None:
+        if waiting.kind in _NORMED:
+            (norm,) = _present(tensors)
+            if waiting.kind is TaskKind.NORM:
+                self._tensors.norms[self._stage_of(dependency)] = norm
+            else:
+                self._tensors.totals[waiting.stage] = norm
+        elif source is None:
             self._reductions.arrived(self._stage_of(dependency), waiting, tensors)
         elif i == WHOLE_STEP:
             if meta == _COUNTED:

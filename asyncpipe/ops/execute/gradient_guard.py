@@ -82,6 +82,16 @@ class GradientGuard:
                 self._before[parameter] = parameter.grad
                 parameter.grad = None
 
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """As ``commit_some``, in the new gradients, so that it can be rolled back until ``forget``."""
+        mine = {parameter: self._before[parameter] for parameter in parameters if parameter in self._before}
+        for parameter, before in mine.items():
+            self._before[parameter] = None if before is None else before.clone()
+        try:
+            self.commit_some(mine)
+        finally:
+            self._before.update(mine)
+
     def commit_some(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add the earlier gradients of ``parameters`` to the new ones, which are complete, and call their hooks.
 

@@ -22,7 +22,6 @@ __all__ = [
     "check_optimizer_states",
     "load_optimizer_states",
     "optimizer_states",
-    "set_learning_rate",
     "states_by_name",
     "with_whole_states",
 ]
@@ -158,12 +157,3 @@ def _fits(shape: torch.Size, wanted: torch.Size) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate

@@ -41,6 +41,11 @@ class Reductions:
         self._sums = sums
         self._guard = guard
 
+    @property
+    def shards(self) -> bool:
+        """Whether each replica updates a part of what is added up."""
+        return self._shards
+
     def has(self, stage: int) -> bool:
         """Whether the gradients of ``stage`` are added up here."""
         return stage % self._rows.stages in self._sums

@@ -55,6 +55,10 @@ class StepPlan:
     """What the optimizers set before they update, if it is given."""
     gradient_norms: bool = False
     """Whether the norm of what each optimizer uses is kept."""
+    clip_norm: float | None = None
+    """What the norm of all gradients is at most, when optimizers use them."""
+    clip_value: float | None = None
+    """What each gradient's size is at most then."""
     sizes: Sequence[int] = ()
     """Of the micro-batches, if they differ."""
     batch_dim: int = 0
@@ -103,7 +107,14 @@ class StepTensors:
     """As in ``StepPlan``."""
     outputs: dict[int, Packet] = field(default_factory=dict)
     gradient_norms: dict[int, Tensor] = field(default_factory=dict)
-    """By stage: of the gradients that its optimizer has used, if they are wanted."""
+    """By stage: of the gradients that its optimizer has used, before clipping, if they are wanted. Under
+    ``WHOLE_STEP``, where N adds it up: of all gradients."""
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    """By stage: the norms of its gradients, for the N that takes that of all, from here or the stage's worker."""
+    totals: dict[int, Tensor] = field(default_factory=dict)
+    """By stage: the norm of all gradients for its U, where another worker has sent it."""
+    rates: list[float] = field(default_factory=list)
+    """What a scheduler has set: the learning rate of the first optimizer here that has used one."""
     gradients_ready: dict[int, torch.Event] = field(default_factory=dict)
     """By micro-batch: the event after which the gradients of its outputs, which the caller made, may be read."""
     caller_ready: Mapping[torch.device, torch.Event] = field(default_factory=dict)

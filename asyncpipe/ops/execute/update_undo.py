@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from asyncpipe.ops.execute.host_optimizer import updated_by
+from asyncpipe.ops.execute.learning_rates import load_schedule_state, schedule_state
 
 __all__ = ["UpdateUndo"]
 
@@ -40,10 +42,10 @@ class UpdateUndo:
         self._saved: list[_Saved] = []
         self._failed: list[object] = []
 
-    def save(self, step: object, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to update its stage, in ``step``; its stream is current."""
+    def save(self, step: object, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> None:
+        """``optimizer`` is about to update its stage, in ``step``, and then its ``schedule``; its stream is current."""
         if self._is_on:
-            saved = _Saved(step, _restoring(optimizer))
+            saved = _Saved(step, _restoring(optimizer, schedule))
             with self._lock:
                 self._saved.append(saved)
 
@@ -65,8 +67,9 @@ class UpdateUndo:
             each.restore()
 
 
-def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What gives ``optimizer`` and the parameters that it updates the values that they have now."""
+def _restoring(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> Callable[[], None]:
+    """What gives ``optimizer``, its ``schedule`` and the parameters that it updates the values that they have now."""
+    scheduled = None if schedule is None else schedule_state(schedule)
     values = [(parameter, parameter.detach().clone()) for parameter in updated_by(optimizer)]
     states = {
         parameter: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
@@ -82,6 +85,8 @@ def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 _put(optimizer.state[updated], states[updated])
             else:
                 del optimizer.state[updated]
+        if schedule is not None and scheduled is not None:
+            load_schedule_state(schedule, scheduled)
 
     return restore
 

@@ -22,12 +22,20 @@ from torch import Tensor, nn
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.errors import OptionError, ScheduleError, StageError
-from asyncpipe.ops.torch_internals import tree_flatten, tree_leaves, tree_unflatten
+from asyncpipe.ops.torch_internals import norm_of_each, tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["gradient_norm", "is_sharded", "refuse_split_backwards", "shard_stage", "sharded_as", "whole"]
+__all__ = [
+    "gradient_norm",
+    "gradient_norms",
+    "is_sharded",
+    "refuse_split_backwards",
+    "shard_stage",
+    "sharded_as",
+    "whole",
+]
 
 _T = TypeVar("_T")
 
@@ -135,6 +143,13 @@ def sharded_as(value: Any, like: Tensor) -> Any:
 
     sharded: Any = like
     return distribute_tensor(value.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """The norms of all ``gradients``, one at least, as a vector; collective, and one together, if some are DTensors."""
+    if any(map(is_sharded, gradients)):
+        return gradient_norm(gradients).reshape(1)
+    return torch.stack(norm_of_each(gradients))
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

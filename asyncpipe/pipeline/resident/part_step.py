@@ -181,10 +181,10 @@ class PartStep(PreparedStep):
         tables = (tensors.losses, counted, tensors.gradient_norms)
         left = tensors_of([*(list(table.values()) for table in tables), list(outputs.values())])
         self._fence.end(left, self._binder.last.values())
-        if not (any(tables) or outputs):
+        if not (any(tables) or outputs or tensors.rates):
             return None
         losses, counts, norms = map(Scalars.of, tables)
-        found = PartResult(losses, counts, norms, outputs)
+        found = PartResult(losses, counts, norms, outputs, next(iter(tensors.rates), None))
         if all(tensor.is_cpu for tensor in left):
             return found
         packet = Packet(found)

@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import from_buffers, to_buffers
+from asyncpipe.ops.execute.learning_rates import load_schedule_states, schedule_states
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
 from asyncpipe.ops.execute.stage_files import StoredStages, copied_stages, stored_model, stored_optimizers
 from asyncpipe.ops.model.sharded import sharded_as, whole
@@ -91,6 +92,16 @@ class StageStates:
         self._check_idle()
         resources = self._parts.resources
         load_optimizer_states(resources.optimizers.values(), self._parts.module, states, resources.ties.twins)
+
+    def schedules(self) -> list[pickle.PickleBuffer]:
+        """The state of one schedule, if there are any, as ``to_buffers``."""
+        self._check_idle()
+        return to_buffers(schedule_states(self._parts.resources.schedules), "the state of the schedule")
+
+    def load_schedules(self, buffers: Sequence[Any]) -> None:
+        """Have the own schedules go on from it."""
+        self._check_idle()
+        load_schedule_states(self._parts.resources.schedules, from_buffers(buffers))
 
     def copy(self, stages: Collection[int], updated: Collection[int]) -> Awaitable[None] | None:
         """Copy what these own ``stages`` have of the model, and the states of the ``updated`` stages' optimizers."""

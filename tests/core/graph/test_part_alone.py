@@ -62,7 +62,7 @@ class Case:
 
 
 def random_case(draw: random.Random) -> Case:
-    """A step of one to three rows, with skips, ties inside a row and over rows, updates, reductions and offload."""
+    """A step of one to three rows, with skips, ties in a row and over rows, updates, norms, reductions and offload."""
     rows, devices, virtual = draw.choice([1, 1, 2, 3]), draw.randint(1, 4), draw.randint(1, 2)
     count, microbatches = devices * virtual, draw.randint(1, 5) * rows - draw.randrange(rows)
     schedule: OrderedSchedule = find_schedule(draw.choice(ORDERED))  # type: ignore[assignment]
@@ -88,6 +88,7 @@ def random_case(draw: random.Random) -> Case:
         reduces,
         bool(reduces and updates) and draw.random() < 0.5,
         rows,
+        min(updates) if updates and (reduces or rows == 1) and draw.random() < 0.5 else None,
     )
     offload = [draw.choice([0.0, 0.5, 1.0]) for _ in range(count)] * rows if draw.random() < 0.3 else ()
     shape = Shape(count * rows, microbatches, devices * rows)
@@ -108,7 +109,7 @@ def test_a_part_that_is_lowered_alone_is_that_of_the_whole_graph(draw: random.Ra
     assert all(edge.dependency < edge.task for edge in whole.edges())
     for devices in random_partition(whole.devices, draw):
         alone = case.lower(around=devices)
-        event(f"reduces: {bool(whole.wiring.reduces)}, ties: {bool(whole.wiring.ties)}")
+        event(f"reduces: {bool(whole.wiring.reduces)}, ties: {bool(whole.wiring.ties)}, norm: {whole.wiring.norm}")
         assert seen(alone, part(alone, devices)) == seen(whole, part(whole, devices))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from invariants import check_scheduler
@@ -134,6 +135,30 @@ def test_tied_parameters_travel_once_a_step(name: str) -> None:
     assert before(graph, graph.find(TaskKind.UPDATE, WHOLE_STEP, 0)) == {"S(0)"}
     assert before(graph, graph.find(TaskKind.UPDATE, WHOLE_STEP, 2)) == {last(graph, 2)}
     assert {edge.reason for edge in graph.edges() if edge.task == total.number} == {Reason.DATA, Reason.COPY}
+
+
+@pytest.mark.parametrize("shards", [None, False, True], ids=["one row", "replicas", "shards"])
+def test_updates_wait_for_the_norm_of_all_gradients(shards: bool | None) -> None:
+    """Each stage but one sends a number and gets one, whatever the rows."""
+    wiring, rows = Wiring(((0, 1), (1, 2)), updates=(0, 1, 2), norm=0), 1 if shards is None else 2
+    if shards is not None:
+        wiring = replace(wiring.in_rows(rows, [1, 1, 1], shards=shards), norm=0)
+    schedule, shape = find_schedule("1f1b"), Shape(3 * rows, 4 * rows, 3 * rows)
+    graph = lower(schedule, shape, wiring=wiring)
+    counted = range(3 * rows if shards else 3)
+    norms = [task.stage for task in graph.tasks if task.kind is TaskKind.NORM]
+    assert (sorted(norms), norms[-1]) == ([*counted], 0), "the last one adds up"
+    complete = {None: lambda j: last(graph, j), False: "G({},0)".format, True: "A({},0)".format}[shards]
+    for j in counted:
+        others = {f"N({other})" for other in counted[1:]} if j == 0 else set()
+        assert before(graph, graph.find(TaskKind.NORM, WHOLE_STEP, j)) == {complete(j), *others}
+    for j in range(3 * rows):
+        assert before(graph, graph.find(TaskKind.UPDATE, WHOLE_STEP, j)) == {complete(j), "N(0)"}
+    assert not any(
+        task.kind is TaskKind.NORM for task in lower(schedule, shape, wiring=replace(wiring, updates=())).tasks
+    )
+    seconds, bare = (report(simulate(graph, Costs(norm=norm, update=1.0))).seconds for norm in (0.5, 0.0))
+    assert seconds == bare + (1.0 if shards else 0.5), "other norms come early"
 
 
 def last(graph: TaskGraph, stage: int) -> str:

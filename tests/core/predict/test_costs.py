@@ -51,8 +51,8 @@ def test_costs_are_read_from_a_line(text: str, costs: Costs) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("F", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A and G, got 'F'"),
-        ("S=1", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A and G, got 'S=1'"),
+        ("F", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A, G and N, got 'F'"),
+        ("S=1", "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A, G and N, got 'S=1'"),
         ("F=1,B=two", "--costs takes KIND=NUMBER .*, got 'B=two'"),
         ("F=-1", "--costs must not be negative or infinite, got 'F=-1'"),
         ("F=nan", "--costs must not be negative or infinite, got 'F=nan'"),

@@ -138,7 +138,7 @@ async def test_a_schedule_that_was_chosen_is_not_chosen_again(tmp_path, monkeypa
 def test_a_pipeline_that_was_chosen_keeps_what_does_not_follow_from_the_choice(tmp_path):
     before = make_job(tmp_path, pipeline={"replicas": 2, "balance": [1, 5]})
     manifest = Manifest(step=1, parameters=before.model_dump(mode="json"))
-    overlap = {"training": {"overlap": True, "clip": None}, "faults": {"step_retries": 0}}
+    overlap = {"training": {"overlap": True, "clip": 0.5}, "faults": {"step_retries": 0}}
     now = make_job(tmp_path, pipeline={"replicas": 2, "schedule": "auto", "shard_optimizer": True}, **overlap)
     table = with_chosen_schedule(now, manifest).pipeline
     assert (table.schedule, table.balance, table.shard_optimizer) == ("1f1b", (1, 5), True)
