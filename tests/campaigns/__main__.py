@@ -18,6 +18,7 @@ MODULES = {
     "faults": "faults.campaign",
     "frames": "frames.campaign",
     "hangs": "hangs.campaign",
+    "heads": "architectures.heads",
     "hosts": "hosts.campaign",
     "modules": "modules.campaign",
     "packaging": "packaging.campaign",

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import torch
 
 from asyncpipe.ops.model.transformers import counted_loss
-from tests.campaigns.architectures import padding, zoo_transformers
+from tests.campaigns.architectures import heads, padding, zoo_transformers
 from tests.campaigns.architectures.architecture import ZOO
 from tests.campaigns.architectures.judge import EVALUATION, judge
 from tests.campaigns.harness import in_short
@@ -22,11 +22,21 @@ assert zoo_transformers
 SHORT = [("zb-h1", "always"), EVALUATION]
 
 
-@pytest.mark.parametrize(("name", "how"), [("llama", "structure"), ("distilbert", "trace")])
+@pytest.mark.parametrize(("name", "how"), [("llama", "structure"), ("swin", "trace")])
 def test_architectures_are_right(name: str, how: str) -> None:
     said, *verdicts = judge(ZOO[name], SHORT)
     assert f"cut by {how}" in said
     assert [each.outcome for each in verdicts] == ["right"] * 2, verdicts
+
+
+@pytest.mark.parametrize(
+    "name", "Gemma3 DeepseekV3 GptOss SmolLM3 Granite OPT Falcon MBart:ConditionalGeneration".split()
+)
+def test_families_and_heads_are_right(name: str) -> None:
+    only = name if ":" in name else f"{name}:CausalLM"
+    report = in_short(heads.CAMPAIGN, only=only, short=True, here=True)
+    assert report.counts["outcome"]["right"] == (1 if ":" in name else 2), report
+    assert not report.findings
 
 
 def test_padded_batches_are_right() -> None:

@@ -148,7 +148,9 @@ class HookWatch:
 def _is_of_torch(hook: Callable[..., Any]) -> bool:
     # That of enable_input_require_grads() of Hugging Face only serves reentrant checkpoints, which are traced as calls.
     serves = str(getattr(hook, "__qualname__", "")).endswith(".make_inputs_require_grads")
-    return serves or str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
+    origin = str(getattr(hook, "__module__", ""))
+    # transformers' hooks for hidden states do nothing unless somebody asks for these, which pipelines refuse.
+    return serves or origin == "transformers.utils.output_capturing" or origin.partition(".")[0] == "torch"
 
 
 def _named(name: str) -> str:

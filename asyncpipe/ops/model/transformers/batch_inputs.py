@@ -68,6 +68,8 @@ def stage_inputs(
             names |= {"decoder_input_ids", "decoder_inputs_embeds"}
         if all(each.trunk == 0 for each in ranges):
             names.add("decoder_attention_mask")
+        if all(each.trunk == 1 for each in ranges):
+            names.add("input_features")
         dropped.append(frozenset(names))
     return BatchInputs(model, tuple(dropped), has_loss)
 

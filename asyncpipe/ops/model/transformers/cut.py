@@ -10,24 +10,30 @@ from its end to every stage of the decoder::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from asyncpipe.errors import BalanceError
+from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import CALLER, StagedModel
 from asyncpipe.ops.model.transformers.batch_inputs import stage_inputs
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss
-from asyncpipe.ops.model.transformers.families import Trunk, find_trunks
+from asyncpipe.ops.model.transformers.families import Trunk, find_trunks, guess_trunks
 from asyncpipe.ops.model.transformers.image import Image
 from asyncpipe.ops.model.transformers.layer_run import LayerRange, LayerRun
 from asyncpipe.ops.model.transformers.layer_stage import LayerStage, StageLinks
 from asyncpipe.ops.model.transformers.refusals import refuse_hooked_images, refuse_reentrant
 
 __all__ = ["cut_at_layers", "unit_balance"]
+
+_logger = logging.getLogger(__name__)
 
 
 class _Known(NamedTuple):
@@ -40,14 +46,41 @@ class _Known(NamedTuple):
     loss: CountedLoss | None
 
 
-def cut_at_layers(module: nn.Module, model: nn.Module, loss: CountedLoss | None) -> StagedModel | None:
-    """``model`` with each unit as a stage; ``None`` if its family is not known. ``module`` is it, or what wraps it."""
-    trunks = find_trunks(model)
+def cut_at_layers(module: nn.Module, model: nn.Module, batch: Any, loss: CountedLoss | None) -> StagedModel | None:
+    """``model`` with each unit as a stage; ``None`` if its family is not known. ``module`` is it, or what wraps it.
+
+    A trunk that is only guessed is taken if ``batch`` shows that it is one: each unit as a stage makes the same bits.
+    """
+    trunks = find_trunks(model) or guess_trunks(model)
     if not trunks:
         return None
     refuse_reentrant(model)
-    known = _Known(module, model, trunks, loss)
-    return _staged(known, [1] * _unit_count(trunks))
+    staged = _staged(_Known(module, model, trunks, loss), [1] * _unit_count(trunks))
+    return staged if find_trunks(model) or _is_alike(staged, module, batch) else None
+
+
+def _is_alike(staged: StagedModel, module: nn.Module, batch: Any) -> bool:
+    """Whether ``staged`` and ``module`` return the same for ``batch``: a forward of each, in evaluation mode."""
+    if not isinstance(batch, Mapping) or any(parameter.is_meta for parameter in module.parameters()):
+        return False
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            received: dict[int, dict[int, Any]] = defaultdict(dict)
+            for stage, value in staged.caller_values(Arguments((), dict(batch))).items():
+                received[stage][CALLER] = value
+            for number, stage_module in enumerate(staged.stages):
+                for user, value in stage_module.function()(received[number]).items():
+                    received[user][number] = value
+            ours, theirs = received[CALLER][len(staged.stages) - 1], module(**batch)
+            return all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    except Exception as error:  # noqa: BLE001 - another kind of model, which is traced
+        _logger.info("%s is not cut by structure: %s", type(module).__name__, error)
+        return False
+    finally:
+        for each in training:
+            each.training = True
 
 
 def unit_balance(staged: StagedModel, layers: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,7 +20,7 @@ from asyncpipe.ops.model.transformers.stand_ins import (
     hidden_of,
 )
 
-__all__ = ["LayerRange", "LayerRun"]
+__all__ = ["LayerRange", "LayerRun", "without_cache"]
 
 
 class LayerRange(NamedTuple):
@@ -54,17 +54,17 @@ class LayerRun(nn.Module):
             if len(trunks) > 1:
                 # They are called with what the encoder has made.
                 parts[trunks[0].path] = None
-                if "shared" in model._modules:
-                    parts["shared"] = None
+                parts.update({name: None for name, _ in model.named_modules() if name.split(".")[-1] == "shared"})
         self.image = make_image(model if self.has_heads else trunk.module, parts, images)
         accepted = signature(self.image.forward).parameters
-        self._fixed = {"use_cache": False} if "use_cache" in accepted else {}
+        self._fixed = without_cache(self.image)
         self._names = _names(len(trunks), layers.trunk, self.has_heads)
         self._ids, self._hidden = "input_ids", "inputs_embeds"
         if self.is_decoder and self.has_heads:
             self._ids, self._hidden = "decoder_input_ids", "decoder_inputs_embeds"
         elif "inputs_embeds" not in accepted:
             self._hidden = trunk.module.main_input_name  # type: ignore[assignment]
+        self._dropped = {"encoder_attention_mask"} - accepted.keys()
 
     def forward(self, given: Mapping[str, Any], received: Any, encoded: Any) -> tuple[Any, Any]:
         """What the image returns, and what its last layer has returned, from the caller's arguments.
@@ -72,10 +72,12 @@ class LayerRun(nn.Module):
         ``received``: what the layer before has returned. ``encoded``: the hidden states of the encoder.
         """
         arguments = self._names(given)
+        for name in self._dropped:
+            arguments.pop(name, None)
         handed = self._handed
         before = handed.received, handed.sent
         handed.received, handed.sent = received, None
-        if self._embeds and self._ids not in arguments:
+        if self._embeds and not arguments.keys() & {self._ids, self._hidden}:
             arguments[self._hidden] = hidden_of(received).detach()
         if encoded is not None and self.is_decoder:
             arguments.update({"encoder_outputs": (encoded,)} if self.has_heads else {"encoder_hidden_states": encoded})
@@ -86,13 +88,21 @@ class LayerRun(nn.Module):
             handed.received, handed.sent = before
 
 
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """What to call ``model`` with so that it makes no cache: nobody would read it, and packed texts would be one."""
+    base = signature(getattr(model, "base_model", model).forward).parameters
+    own = signature(model.forward).parameters
+    passes_on = any(each.kind is Parameter.VAR_KEYWORD for each in own.values())
+    return {"use_cache": False} if "use_cache" in own or (passes_on and "use_cache" in base) else {}
+
+
 def _replaced(trunk: Trunk, layers: LayerRange, handed: Handed) -> dict[str, nn.Module | None]:
     """What takes the places of the parts of ``trunk`` that are elsewhere, by name."""
     family = trunk.family
     parts: dict[str, nn.Module | None] = {}
     needed = {*(family.first if layers.has_first else ()), *(family.last if layers.has_last else ())}
     for name in {*family.first, *family.last} - needed:
-        module = getattr(trunk.module, name, None)
+        module = trunk.part(name)
         if module is not None:
             parts[name] = EmbeddingStandIn(handed, module, family.read) if name in family.first else PassedOn()
     own = list(trunk.layers)
@@ -117,7 +127,8 @@ def _names(trunks: int, trunk: int, has_heads: bool) -> Callable[[Mapping[str, A
 
 
 def _of_encoder(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name in ("input_ids", "inputs_embeds", "attention_mask")}
+    names = ("input_ids", "inputs_embeds", "input_features", "attention_mask")
+    return {name: value for name, value in given.items() if name in names}
 
 
 def _of_decoder(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,4 +137,5 @@ def _of_decoder(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_decoder_with_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in ("input_ids", "inputs_embeds")}
+    encoded = ("input_ids", "inputs_embeds", "input_features")
+    return {name: value for name, value in given.items() if name not in encoded}

@@ -30,7 +30,7 @@ def stage_transformers(module: nn.Module, batch: Any, *, own_loss: bool = True) 
     if loss is not None and loss.kind:
         loss = check_loss(module, loss, batch)
     take_off_hooks(module)
-    staged = cut_at_layers(module, model, loss)
+    staged = cut_at_layers(module, model, batch, loss)
     return trace_at_layers(module, model, batch, loss) if staged is None else staged
 
 

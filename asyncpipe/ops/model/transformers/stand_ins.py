@@ -40,6 +40,13 @@ class Handed(local):
         return Handed, ()
 
 
+def _take_attributes(stand_in: nn.Module, module: nn.Module) -> None:
+    """Give ``stand_in`` the plain attributes of ``module``, at which a model may look."""
+    for name, value in vars(module).items():
+        if isinstance(value, str | int | float | tuple) and name not in vars(stand_in):
+            setattr(stand_in, name, value)
+
+
 def hidden_of(returned: Any) -> Any:
     """The hidden states in what a layer has returned."""
     return returned if isinstance(returned, Tensor) else returned[0]
@@ -52,6 +59,9 @@ class EmbeddingStandIn(nn.Module):
         """``read``: a tensor in ``replaced`` of which the model looks at the type."""
         super().__init__()
         self.handed = handed
+        # A convolution over time has its channels before it.
+        self.is_transposed = isinstance(replaced, nn.Conv1d)
+        _take_attributes(self, replaced)
         if read:
             *path, last = read.split(".")
             value: Any = torch.empty(0, dtype=attrgetter(read)(replaced).dtype)
@@ -59,9 +69,15 @@ class EmbeddingStandIn(nn.Module):
                 value = SimpleNamespace(**{name: value})
             setattr(self, path[0], value)
 
+    @property
+    def weight(self) -> Tensor:
+        """A tensor on the stage's device, for models that look where their embeddings are."""
+        return self.handed.hidden
+
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """The hidden states, without their graph."""
-        return self.handed.hidden.detach()
+        hidden = self.handed.hidden.detach()
+        return hidden.transpose(1, 2) if self.is_transposed else hidden
 
 
 class _LayerStandIn(nn.Module):
@@ -74,9 +90,7 @@ class _LayerStandIn(nn.Module):
         self.handed = handed
         if self.has_layer:
             self.layer = layer
-        for name, value in vars(layer).items():
-            if isinstance(value, str | int | float) and name not in vars(self):
-                setattr(self, name, value)
+        _take_attributes(self, layer)
 
 
 class Skipped(_LayerStandIn):

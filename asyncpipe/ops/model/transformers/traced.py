@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 
 from asyncpipe.errors import OptionError, TraceError
@@ -15,31 +16,30 @@ from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.trace.trace import trace
 from asyncpipe.ops.model.transformers.batch_inputs import model_inputs
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss
+from asyncpipe.ops.model.transformers.layer_run import without_cache
 
 __all__ = ["trace_at_layers"]
 
+_logger = logging.getLogger(__name__)
+
 
 def trace_at_layers(module: nn.Module, model: nn.Module, batch: Any, loss: CountedLoss | None) -> StagedModel:
-    """``model``, traced with ``batch``, with each of its layers as a stage. ``module`` is it, or what wraps it.
+    """``model``, traced with ``batch``, with each of its layers as a stage, or cut finely if it has no list of layers.
 
-    Raises ``OptionError`` if it has no list of layers or cannot be traced.
+    ``module`` is it, or what wraps it. Raises ``OptionError`` if it cannot be traced.
     """
     name = type(model).__name__
-    layers = _layer_names(model)
-    if not layers:
-        raise OptionError(
-            f"{name} has no list of layers that are alike, between which it could be cut; cut it with "
-            "asyncpipe.trace(model, example, split=[…]) and give the result to Pipeline"
-        )
     caller_values = _TracedValues(model, loss is not None)
     try:
-        staged = trace(model, caller_values.arguments(Arguments.wrap(keywords(batch))), layers)
+        arguments = caller_values.arguments(Arguments.wrap(keywords(batch)))
+        _logger.info("tracing %s, which is of a family that is not known; this may take minutes", name)
+        staged = trace(model, arguments, _layer_names(model) or "finest")
     except TraceError as error:
         raise OptionError(
             f"{name} is of a family that is not known, and cannot be traced: {error}; cut it by hand into a list of "
             "stages and give it to Pipeline"
         ) from error
-    return _wrapped(staged, module, caller_values, loss)
+    return _wrapped(staged, module, replace(caller_values, names=frozenset(arguments.kwargs)), loss)
 
 
 def _layer_names(model: nn.Module) -> list[str]:
@@ -54,6 +54,10 @@ def _layer_names(model: nn.Module) -> list[str]:
     return found[1:]
 
 
+_USUAL = {"attention_mask": 1, "token_type_ids": 0}
+"""By name, what a model takes an argument for that is not there: a batch may have it where the example has not."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _TracedValues:
     """What stages take of a batch, as the arguments that a model was traced with."""
@@ -62,12 +66,17 @@ class _TracedValues:
     has_loss: bool
     traced: Any = None
     """What they take of those arguments; ``None`` until the model is traced."""
+    names: frozenset[str] = frozenset()
+    """Of the example's arguments."""
 
     def arguments(self, given: Arguments) -> Arguments:
         inputs = model_inputs(self.model, given, has_loss=self.has_loss)
-        if "use_cache" in signature(self.model.forward).parameters:
-            inputs["use_cache"] = False
-        return Arguments((), inputs)
+        for name, usual in _USUAL.items() if self.names and "input_ids" in inputs else ():
+            if name in self.names:
+                inputs.setdefault(name, torch.full_like(inputs["input_ids"], usual))
+            elif name in inputs and bool((inputs[name] == usual).all()):
+                del inputs[name]
+        return Arguments((), inputs | without_cache(self.model))
 
     def __call__(self, arguments: Arguments) -> dict[int, Any]:
         taken: dict[int, Any] = self.traced(self.arguments(arguments))

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 import asyncpipe
 from asyncpipe.errors import BatchError, OptionError
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss, check_loss, loss_kind
+from asyncpipe.ops.model.transformers.cut import cut_at_layers
+from asyncpipe.ops.model.transformers.families import find_trunks
+from asyncpipe.ops.model.transformers.layer_stage import LayerStage
 from asyncpipe.ops.model.transformers.stage_transformers import stage_transformers
 
 transformers = pytest.importorskip("transformers")
@@ -216,26 +219,6 @@ def one_step(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def test_another_family_is_traced() -> None:
-    name = "ElectraForMaskedLM"
-    batch = make_batch("BertForMaskedLM")
-    config = transformers.ElectraConfig(
-        vocab_size=48,
-        embedding_size=16,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    model = getattr(transformers, name)(config).double()
-    expected, gradients = unsplit(model, batch)
-    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=3).sync() as pipe:
-        assert pipe.step(batch).loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
-    check(model, gradients)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.bfloat16, 0.0)])
 def test_a_table_that_a_forward_has_replaced_stays(dtype: torch.dtype, tolerance: float) -> None:
     """Dynamic rotary embeddings: a long batch makes a table of its own type, which differs from the model's."""
@@ -321,3 +304,44 @@ def test_each_loss_is_the_librarys(kind: str, classes: int, labels: Tensor) -> N
     mean, count = CountedLoss("Model", kind, classes)({"logits": logits}, labels)
     torch.testing.assert_close(mean, expected, check_dtype=False)
     assert count == (labels[..., 1:] != -100).sum() if kind == "causal" else (labels != -100).sum()
+
+
+def test_a_family_that_is_not_known_is_cut_by_structure_if_a_forward_shows_that_it_is_one() -> None:
+    sizes = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    model = transformers.HeliumForCausalLM(transformers.HeliumConfig(**sizes)).double()
+    batch = make_batch("LlamaForCausalLM")
+    expected, gradients = unsplit(model, batch)
+    assert not find_trunks(model)
+    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=3).sync() as pipe:
+        assert {type(stage.module) for stage in pipe.stages} == {LayerStage}
+        assert all(module.training for module in model.modules())
+        assert pipe.step(batch).loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
+    check(model, gradients)
+
+
+def test_a_model_whose_parts_have_the_names_of_a_family_but_that_computes_something_else_is_not_one() -> None:
+    class AddsEmbeddings(transformers.LlamaModel):
+        def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> Any:
+            embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            output = super().forward(inputs_embeds=embedded, **others)
+            output.last_hidden_state = output.last_hidden_state + embedded
+            return output
+
+    model, batch = make_model("LlamaForCausalLM"), make_batch("LlamaForCausalLM")
+    assert cut_at_layers(model, model, batch, None) is not None
+    model.model.__class__ = AddsEmbeddings
+    assert cut_at_layers(model, model, {name: batch[name] for name in ("input_ids", "attention_mask")}, None) is None
+
+
+def test_a_traced_model_takes_other_lengths_and_no_mask_and_needs_no_list_of_layers() -> None:
+    sizes = {"vocab_size": 48, "embedding_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    config = transformers.AlbertConfig(**sizes, num_attention_heads=2, hidden_dropout_prob=0.0)
+    model = transformers.AlbertForMaskedLM(config).double()
+    batch = make_batch("BertForMaskedLM")
+    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=3).sync() as pipe:
+        for given in (batch, {name: batch[name][:, :5].contiguous() for name in ("input_ids", "labels")}):
+            expected, gradients = unsplit(model, given)
+            assert pipe.step(given).loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
+            check(model, gradients)
+            model.zero_grad()
