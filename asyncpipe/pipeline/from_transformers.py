@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncpipe.ops.model.transformers.cut import unit_balance
 from asyncpipe.ops.model.transformers.dispatched import device_runs
@@ -23,6 +23,7 @@ def from_transformers(
     *,
     devices: Sequence[str | torch.device] | Sequence[Sequence[str | torch.device]] | None = None,
     microbatches: int,
+    loss: Literal["chunked"] | None = None,
     **options: Any,
 ) -> Pipeline:
     """A pipeline of ``model``, a ``PreTrainedModel`` of transformers or a ``PeftModel`` around one.
@@ -39,10 +40,15 @@ def from_transformers(
     ``await pipe.step(batch)`` takes the labels from the batch, or as the target. The loss is the model's own, counted
     in labels that are not ignored, so it is that of the whole batch however this is padded and cut; one forward of the
     example in evaluation mode shows that it is. A ``loss_fn`` takes its place, and is given the model's output and the
-    labels. ``result.outputs`` is the model's output without caches and hidden states: ``result.outputs.logits``. Raises
-    ``OptionError`` for what a pipeline would get wrong.
+    labels. ``result.outputs`` is the model's output without caches and hidden states: ``result.outputs.logits``.
+
+    With ``loss="chunked"`` the logits of all tokens never exist: the loss makes those of some tokens at a time, with
+    their gradients. It is for heads that predict tokens. Steps that train then return no outputs; others have the
+    logits, unless ``return_outputs=False``. Raises ``OptionError`` for what a pipeline would get wrong.
     """
-    staged = stage_transformers(model, batch, own_loss="loss_fn" not in options)
+    staged = stage_transformers(model, batch, own_loss="loss_fn" not in options, loss_form=loss)
+    if getattr(staged.own_loss, "is_sum", False):
+        options["loss_reduction"] = "sum"
     if options.get("schedule") == "auto" and "sample" not in options:
         options["sample"] = (batch,)
     if devices is None:

@@ -261,13 +261,14 @@ def _make_plan(
             "a scaler's gradients are to be unscaled before an update, and the pipeline's own optimizers would not do "
             "that; give update=False and have the scaler step pipe.optimizers, or leave the scaler out"
         )
+    splits_head = training and parts.staged.stages[-1].splits_head
     return StepPlan(
         loss=None,
         weights=loss_weights(sizes, options.loss_reduction == "mean"),
         scale=_scale(step.scaler, parts.resources.stages[-1].device) if training else None,
         seed=draw_step_seed(options.generator) if step.seed is None else step.seed,
         checkpoint=parts.checkpoint,
-        keep_outputs=step.return_outputs or not has_loss,
+        keep_outputs=(step.return_outputs and not splits_head) or not has_loss,
         training=training,
         whole_step=True,
         learning_rate=step.learning_rate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -77,3 +78,20 @@ def make_batch(name: str, samples: int = 5, *, seed: int = 1) -> dict[str, Tenso
     if name.startswith("Bert"):
         batch["token_type_ids"] = (torch.arange(LENGTH) > 2).long().repeat(samples, 1)
     return batch
+
+
+def unsplit(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor | None]]:
+    """What the model itself returns for the whole batch, and its gradients."""
+    reference = deepcopy(model)
+    output = reference(**batch)
+    output.loss.backward()
+    return output, {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+
+def check(model: nn.Module, gradients: dict[str, Tensor | None], apart: float = 1e-10) -> None:
+    for name, parameter in model.named_parameters():
+        expected = gradients[name]
+        if expected is None:
+            assert parameter.grad is None, name
+        else:
+            torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=apart, msg=name)

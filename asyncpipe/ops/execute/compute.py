@@ -19,6 +19,7 @@ from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.checkpoint import checkpoint
+from asyncpipe.ops.autograd.parameter_hooks import hooked, without_hooks
 from asyncpipe.ops.autograd.random_streams import DeviceDraws
 from asyncpipe.ops.autograd.run_backward import as_of, run_backward
 from asyncpipe.ops.autograd.split_backward import SplitBackward
@@ -26,7 +27,6 @@ from asyncpipe.ops.device.copies import Copier
 from asyncpipe.ops.device.inflow import Inflow, Key
 from asyncpipe.ops.device.streams import LaneStream
 from asyncpipe.ops.execute.offloading import KeptActivations, OffloadedGraph, ghost, has_own_memory, storages_of
-from asyncpipe.ops.execute.parameter_hooks import hooked, without_hooks
 from asyncpipe.ops.execute.shared_values import NOBODY, Readers
 from asyncpipe.ops.execute.stage_run import LossResult, StageRun, StageSetup
 from asyncpipe.ops.execute.step_tensors import LocalGraph, StepPlan, StepTensors

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import BackwardError
+from asyncpipe.ops.autograd.parameter_hooks import call_accumulated_hooks, call_gradient_hooks, hooked
 from asyncpipe.ops.execute.gradient_turn import GradientTurn, refuse_inside_task
-from asyncpipe.ops.execute.parameter_hooks import call_accumulated_hooks, call_gradient_hooks, hooked
 from asyncpipe.ops.model.ties import accumulated
 from asyncpipe.ops.torch_internals import accumulated_hooks, add_to_each
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from asyncpipe.core.predict.layer_profile import BUCKET_BYTES
 from asyncpipe.errors import OptionError, StageError
+from asyncpipe.ops.autograd.parameter_hooks import hooked
 from asyncpipe.ops.execute.buckets import Section, buckets
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 from asyncpipe.ops.execute.optimizer_shards import Shard
-from asyncpipe.ops.execute.parameter_hooks import hooked
 
 __all__ = ["BUCKET_BYTES", "Contribution", "ReplicaSums", "reduce_bandwidth"]
 

@@ -19,7 +19,7 @@ from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.ops.model.buffers import BufferValues
 from asyncpipe.ops.model.microbatch import Arguments, Packet
 from asyncpipe.ops.model.nested import lost_attribute
-from asyncpipe.ops.model.stage import CALLER, Stage
+from asyncpipe.ops.model.stage import CALLER, LOSS, Stage
 from asyncpipe.ops.model.stage_compiler import CallKind
 from asyncpipe.ops.torch_internals import version_of
 
@@ -39,7 +39,7 @@ class LossResult(NamedTuple):
 class StageSetup:
     """What all forwards of one stage in one step share; known before the first."""
 
-    __slots__ = ("call", "context", "draws", "is_plain", "is_repeated", "kind", "notes", "plan", "stage")
+    __slots__ = ("call", "context", "draws", "is_plain", "is_repeated", "kind", "notes", "plan", "splits_head", "stage")
 
     def __init__(
         self, stage: Stage, plan: StepPlan, context: CallerContext, draws: DeviceDraws, notes: StepNotes
@@ -58,6 +58,8 @@ class StageSetup:
         """What calls the stage's module, unless it is compiled."""
         self.kind = CallKind(not plan.whole_step, (context.autocasts, context.inference), plan.sizes, plan.batch_dim)
         """How compiled stages are called."""
+        self.splits_head = stage.module.splits_head and plan.loss is not None and not plan.keep_outputs
+        """Whether the loss calls the model's head."""
 
 
 class StageRun:
@@ -146,6 +148,8 @@ class StageRun:
         before = as_they_are(given) if self.readers else ()
         rest = iter(given)
         received = {source: packet.rebuild(rest) for source, packet in self._received.items()}
+        if setup.splits_head:
+            received[LOSS] = None
         with stage.parameters.uncached():
             sent = call(received)
         stage.inputs.saw(tensors, given)

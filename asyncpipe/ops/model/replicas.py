@@ -64,6 +64,7 @@ class ReplicaStage(StageModule):
         super().__init__()
         self.stage = stage
         self.overwrites_input = stage.overwrites_input
+        self.splits_head = stage.splits_head
         self._first = first
 
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
@@ -76,7 +77,7 @@ class ReplicaStage(StageModule):
 
 
 def _call_in_row(call: _Call, first: int, received: Mapping[int, Any]) -> dict[int, Any]:
-    own = {source if source == CALLER else source - first: value for source, value in received.items()}
+    own = {source if source < 0 else source - first: value for source, value in received.items()}
     return {user if user == CALLER else user + first: value for user, value in call(own).items()}
 
 

@@ -29,10 +29,12 @@ from asyncpipe.ops.model.parameter_watch import ParameterWatch
 from asyncpipe.ops.model.stage_compiler import CallsStage, Layered, StageFunction
 from asyncpipe.ops.torch_internals import has_own_call, hooks_of, hooks_of_all_modules
 
-__all__ = ["CALLER", "OwnLoss", "Stage", "StageModule", "StagedModel", "has_hooks"]
+__all__ = ["CALLER", "LOSS", "OwnLoss", "Stage", "StageModule", "StagedModel", "has_hooks"]
 
 CALLER = -1
 """The index that stands for the caller, as the source or the user of a link."""
+LOSS = -2
+"""The source in what a stage with ``splits_head`` receives if a loss follows for which nobody keeps its output."""
 
 
 class StageModule(nn.Module):
@@ -40,6 +42,8 @@ class StageModule(nn.Module):
 
     overwrites_input = False
     """Whether it may overwrite in place what it receives. It then gets a copy, since others still read the original."""
+    splits_head = False
+    """Whether it leaves the model's head to the model's own loss. Steps that train then have no outputs."""
 
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
         """The values that the stage sends, by user, from those that it receives, by source.

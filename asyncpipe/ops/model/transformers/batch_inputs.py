@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from asyncpipe.errors import BatchError
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.transformers.layer_run import LayerRange
 
-__all__ = ["BatchInputs", "model_inputs", "stage_inputs"]
+__all__ = ["LABELS", "BatchInputs", "label_names", "model_inputs", "stage_inputs"]
 
 LABELS = "labels"
 
@@ -64,6 +65,8 @@ def stage_inputs(
             names |= {"input_ids", "inputs_embeds", "pixel_values"}
             if trunks == 1 and number == len(stages) - 1:
                 names.remove("input_ids")  # Heads look for the last token that is no padding.
+                if "bool_masked_pos" in signature(model.forward).parameters:
+                    names.remove("pixel_values")  # Heads make the loss of masked patches.
         if 1 not in firsts:
             names |= {"decoder_input_ids", "decoder_inputs_embeds"}
         if all(each.trunk == 0 for each in ranges):
@@ -80,18 +83,31 @@ def model_inputs(model: Any, arguments: Arguments, *, has_loss: bool) -> dict[st
     Raises ``BatchError``; also for labels if nobody computes a loss of them.
     """
     inputs = _named_inputs(model, arguments)
-    labels = inputs.pop(LABELS, None)
-    if labels is not None and not has_loss:
+    found = {name: inputs.pop(name, None) for name in label_names(model)}
+    labels = found.get(LABELS)
+    if any(each is not None for each in found.values()) and not has_loss:
         raise BatchError(
             f"how {type(model).__name__} computes its loss of labels is not known; give the pipeline a loss_fn, which "
             "gets (output, labels), or leave the labels out"
         )
     has_decoder = "decoder_input_ids" in signature(model.forward).parameters
     if has_decoder and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
-        if labels is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+        if labels is not None and hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+        elif labels is not None and shift is not None:  # Whisper
+            ends = model.config.pad_token_id, model.config.decoder_start_token_id
+            inputs["decoder_input_ids"] = shift(labels, *ends)
+        else:
             raise BatchError("the batch has no decoder_input_ids, and no labels that they follow from")
-        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
     return inputs
+
+
+def label_names(model: Any) -> tuple[str, ...]:
+    """What ``model`` calls its labels, as the library's Trainer finds it out."""
+    others = ("start_positions", "end_positions")
+    found = tuple(name for name in signature(model.forward).parameters if "label" in name or name in others)
+    return found or (LABELS,)
 
 
 def _named_inputs(model: nn.Module, arguments: Arguments) -> dict[str, Any]:

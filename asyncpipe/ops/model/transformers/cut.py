@@ -100,6 +100,7 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
     last = len(stages) - 1
     encoder_end = next((j for j, each in enumerate(stages) if each[0].trunk == 0 and each[0].has_last), last)
     pair = len(known.trunks) > 1
+    splits_head = known.loss is not None and known.loss.chunk > 0
     modules = []
     links: set[tuple[int, int]] = set()
     for number, ranges in enumerate(stages):
@@ -110,9 +111,9 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
         encoded = tuple(range(number + 1, last + 1)) if pair and number == encoder_end else ()
         ends = StageLinks(tuple(sorted(sources)), number + 1 if number < last else CALLER, encoded)
         images: list[Image] = []
-        runs = [LayerRun(known.model, known.trunks, each, images) for each in ranges]
+        runs = [LayerRun(known.model, known.trunks, each, images, splits_head=splits_head) for each in ranges]
         refuse_hooked_images(images, known.model)
-        modules.append(LayerStage(runs, images, ends))
+        modules.append(LayerStage(runs, images, ends, splits_head=splits_head and number == last))
 
     caller_values = stage_inputs(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
     join = _JoinUnits(known, tuple(balance))

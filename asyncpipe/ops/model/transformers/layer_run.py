@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from asyncpipe.ops.model.transformers.families import Trunk
 from asyncpipe.ops.model.transformers.image import Image, make_image
@@ -17,6 +17,7 @@ from asyncpipe.ops.model.transformers.stand_ins import (
     PassedOn,
     ResumedLayer,
     Skipped,
+    TrunkGate,
     hidden_of,
 )
 
@@ -39,7 +40,16 @@ class LayerRange(NamedTuple):
 class LayerRun(nn.Module):
     """Calls an image of the trunk, or of the whole model where the heads are in it."""
 
-    def __init__(self, model: nn.Module, trunks: Sequence[Trunk], layers: LayerRange, images: list[Image]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        trunks: Sequence[Trunk],
+        layers: LayerRange,
+        images: list[Image],
+        *,
+        splits_head: bool = False,
+    ) -> None:
+        """``splits_head``: whether heads can be called apart from the trunk."""
         super().__init__()
         self.has_last = layers.has_last
         self.is_decoder = layers.trunk == 1
@@ -49,8 +59,14 @@ class LayerRun(nn.Module):
         self._embeds = not layers.has_first
         self._kept = layers.end > layers.begin
         parts: dict[str, nn.Module | None] = _replaced(trunk, layers, self._handed)
+        self._gate = ""
+        """The name of the trunk, if heads can be called apart from it."""
         if self.has_heads:
-            parts = {trunk.named(name): part for name, part in parts.items()}
+            if splits_head:
+                self._gate = trunk.path
+                parts = {trunk.path: TrunkGate(self._handed, make_image(trunk.module, parts, images))}
+            else:
+                parts = {trunk.named(name): part for name, part in parts.items()}
             if len(trunks) > 1:
                 # They are called with what the encoder has made.
                 parts[trunks[0].path] = None
@@ -66,10 +82,13 @@ class LayerRun(nn.Module):
             self._hidden = trunk.module.main_input_name  # type: ignore[assignment]
         self._dropped = {"encoder_attention_mask"} - accepted.keys()
 
-    def forward(self, given: Mapping[str, Any], received: Any, encoded: Any) -> tuple[Any, Any]:
+    def forward(
+        self, given: Mapping[str, Any], received: Any, encoded: Any, *, is_apart: bool = False
+    ) -> tuple[Any, Any]:
         """What the image returns, and what its last layer has returned, from the caller's arguments.
 
-        ``received``: what the layer before has returned. ``encoded``: the hidden states of the encoder.
+        ``received``: what the layer before has returned. ``encoded``: the hidden states of the encoder. ``is_apart``:
+        whether the heads, if it has them, are called later: ``logits`` takes what is then returned in their place.
         """
         arguments = self._names(given)
         for name in self._dropped:
@@ -77,15 +96,40 @@ class LayerRun(nn.Module):
         handed = self._handed
         before = handed.received, handed.sent
         handed.received, handed.sent = received, None
+        handed.is_apart = is_apart = is_apart and bool(self._gate)
         if self._embeds and not arguments.keys() & {self._ids, self._hidden}:
             arguments[self._hidden] = hidden_of(received).detach()
         if encoded is not None and self.is_decoder:
             arguments.update({"encoder_outputs": (encoded,)} if self.has_heads else {"encoder_hidden_states": encoded})
         try:
             output = self.image(**arguments, **self._fixed)
+            if is_apart:
+                call = type(handed.trunk), {**arguments, **self._fixed}
+                return {"hidden": handed.trunk[0], "head": self, "call": call}, None
             return output, handed.sent if self._kept else output[0]
         finally:
             handed.received, handed.sent = before
+            handed.is_apart, handed.trunk = False, None
+
+    def logits(self, hidden: Tensor, call: tuple[type[Any], Mapping[str, Any]]) -> Tensor:
+        """A row for each of these tokens. The model's own ``forward`` calls the heads, as it was called before.
+
+        So scales, biases, soft caps and adapters are those of the unsplit model.
+        """
+        output, arguments = call
+        self._handed.trunk = output(last_hidden_state=hidden[None])
+        try:
+            logits: Tensor = self.image(**arguments).logits[0]
+            return logits
+        finally:
+            self._handed.trunk = None
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Those that ``logits`` uses."""
+        trunk = self._gate.partition(".")[0]
+        apart = [child for name, child in self.image._modules.items() if child is not None and name != trunk]
+        own = [each for each in self.image._parameters.values() if each is not None]
+        return list(dict.fromkeys([*own, *(each for child in apart for each in child.parameters())]))
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:

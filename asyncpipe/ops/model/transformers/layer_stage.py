@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from asyncpipe.ops.model.stage import CALLER, StageModule
+from asyncpipe.ops.model.stage import CALLER, LOSS, StageModule
 from asyncpipe.ops.model.transformers.image import Image
 from asyncpipe.ops.model.transformers.layer_run import LayerRun
 
@@ -27,8 +27,12 @@ class StageLinks(NamedTuple):
 class LayerStage(StageModule):
     """Runs of layers, one after the other: an encoder's before a decoder's."""
 
-    def __init__(self, runs: Sequence[LayerRun], images: Sequence[Image], links: StageLinks) -> None:
+    def __init__(
+        self, runs: Sequence[LayerRun], images: Sequence[Image], links: StageLinks, *, splits_head: bool = False
+    ) -> None:
+        """``splits_head``: whether the last run can call its heads apart."""
         super().__init__()
+        self.splits_head = splits_head
         self.runs = nn.ModuleList(runs)
         self._images = tuple(images)
         self._links = links
@@ -42,9 +46,9 @@ class LayerStage(StageModule):
         layers, encoded = brought.get("layers"), brought.get("encoded")
         sent: dict[int, dict[str, Any]] = {}
         for run in self.runs:
-            output, layers = run(given, layers, encoded)
+            output, layers = run(given, layers, encoded, is_apart=LOSS in received)
             if run.has_heads:
-                return {CALLER: _result(output)}
+                return {CALLER: output if LOSS in received else _result(output)}
             if run.has_last:
                 layers, encoded = None, output[0]
                 sent = {user: {"encoded": encoded} for user in self._links.encoded}

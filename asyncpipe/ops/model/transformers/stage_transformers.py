@@ -12,24 +12,32 @@ from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss, check_loss, loss_kind
 from asyncpipe.ops.model.transformers.cut import cut_at_layers
 from asyncpipe.ops.model.transformers.dispatched import take_off_hooks
+from asyncpipe.ops.model.transformers.families import find_trunks
 from asyncpipe.ops.model.transformers.refusals import refuse_unfit
 from asyncpipe.ops.model.transformers.traced import trace_at_layers
 
 __all__ = ["stage_transformers"]
 
 
-def stage_transformers(module: nn.Module, batch: Any, *, own_loss: bool = True) -> StagedModel:
+def stage_transformers(
+    module: nn.Module, batch: Any, *, own_loss: bool = True, loss_form: str | None = None
+) -> StagedModel:
     """``module``, a model of transformers or a ``PeftModel``, as stages that ``joined`` makes fewer of.
 
-    ``batch`` is an example, for models that have to be traced. Without ``own_loss`` the caller brings a loss. Raises
-    ``OptionError`` for what stages would get wrong.
+    ``batch`` is an example, for models that have to be traced. Without ``own_loss`` the caller brings a loss.
+    ``loss_form`` is ``loss`` of ``from_transformers``. Raises ``OptionError`` for what stages would get wrong.
     """
+    if loss_form not in (None, "chunked") or (loss_form and not own_loss):
+        raise OptionError(f"loss must be 'chunked' or left out, and goes without a loss_fn, got {loss_form!r}")
     model = _unwrapped(module)
     refuse_unfit(model)
     loss = _loss(model, own_loss)
     if loss is not None and loss.kind:
         loss = check_loss(module, loss, batch)
     take_off_hooks(module)
+    if loss_form:
+        trunks = find_trunks(model)
+        loss = (loss or CountedLoss.of(model, "")).in_chunks(model, trunks[-1].path if trunks else "")
     staged = cut_at_layers(module, model, batch, loss)
     return trace_at_layers(module, model, batch, loss) if staged is None else staged
 

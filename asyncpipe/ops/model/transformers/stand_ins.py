@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EmbeddingStandIn", "Handed", "KeptLayer", "PassedOn", "ResumedLayer", "Skipped"]
+__all__ = ["EmbeddingStandIn", "Handed", "KeptLayer", "PassedOn", "ResumedLayer", "Skipped", "TrunkGate"]
 
 
 class Handed(local):
@@ -29,6 +29,10 @@ class Handed(local):
         """What the last layer of the stage before has returned."""
         self.sent: Any = None
         """What the stage's last layer has returned."""
+        self.is_apart = False
+        """Whether the heads are called later: ``TrunkGate`` then keeps what it passes on."""
+        self.trunk: Any = None
+        """What the trunk has returned, or is to return, if the heads are called apart from it."""
 
     @property
     def hidden(self) -> Tensor:
@@ -126,3 +130,33 @@ class PassedOn(nn.Module):
     def forward(self, value: Any, *_: Any, **__: Any) -> Any:
         """Return ``value``."""
         return value
+
+
+class TrunkGate(nn.Module):
+    """Around the trunk of a model whose heads are called apart from it, chunk by chunk (``LayerRun.logits``).
+
+    In a call of the trunk alone, the heads get hidden states of no token; in one of the heads, the trunk is left out.
+    """
+
+    def __init__(self, handed: Handed, trunk: nn.Module) -> None:
+        super().__init__()
+        self.handed = handed
+        self.trunk = trunk
+
+    def __getattr__(self, name: str) -> Any:
+        # What the model reads of its trunk.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("trunk"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the trunk, unless what it returns is known."""
+        handed = self.handed
+        if handed.trunk is not None:
+            return handed.trunk
+        output = self.trunk(*args, **kwargs)
+        if handed.is_apart:
+            handed.trunk = output
+            return type(output)(last_hidden_state=output[0][:, :0])
+        return output

@@ -21,41 +21,10 @@ from asyncpipe.ops.model.transformers.stage_transformers import stage_transforme
 
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import make_batch, make_model  # noqa: E402
+from transformers_models import check, make_batch, make_model, unsplit  # noqa: E402
 
 DEVICES = ["cpu:0", "cpu:1"]
 ROWS = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
-
-
-@pytest.fixture(autouse=True)
-def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library computes norms and losses in float32; here it stays in float64, where sums can be compared."""
-    to = Tensor.to
-
-    def kept(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        lowers = tensor.dtype is torch.float64 and args[:1] == (torch.float32,)
-        return tensor if lowers else to(tensor, *args, **kwargs)
-
-    monkeypatch.setattr(Tensor, "to", kept)
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    torch.manual_seed(0)
-
-
-def unsplit(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor | None]]:
-    """What the model itself returns for the whole batch, and its gradients."""
-    reference = deepcopy(model)
-    output = reference(**batch)
-    output.loss.backward()
-    return output, {name: parameter.grad for name, parameter in reference.named_parameters()}
-
-
-def check(model: nn.Module, gradients: dict[str, Tensor | None]) -> None:
-    for name, parameter in model.named_parameters():
-        expected = gradients[name]
-        if expected is None:
-            assert parameter.grad is None, name
-        else:
-            torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +162,8 @@ def test_adapters_and_checkpointed_layers_train_and_are_saved(tmp_path: Path) ->
         torch.testing.assert_close(again.state_dict()[name].double(), value, rtol=0, atol=1e-6)
 
 
-def test_tied_weights_train_in_workers_and_are_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [None, "chunked"])
+def test_tied_weights_train_in_workers_and_are_saved(tmp_path: Path, loss: Any) -> None:
     model, batch = make_model("GPT2LMHeadModel"), make_batch("GPT2LMHeadModel")
     expected, gradients = unsplit(model, batch)
     trained = {name: value.clone() for name, value in model.state_dict().items()}
@@ -202,13 +172,11 @@ def test_tied_weights_train_in_workers_and_are_saved(tmp_path: Path) -> None:
             if tied is parameter:
                 trained[other] -= gradients[name]
     pipe = asyncpipe.from_transformers(
-        *(model, batch), devices=DEVICES, microbatches=3, workers="processes", optimizer=one_step
+        *(model, batch), devices=DEVICES, microbatches=3, workers="processes", optimizer=one_step, loss=loss
     )
     with pipe.sync() as remote:
-        loss = remote.step(batch).loss
+        assert remote.step(batch).loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
         remote.save_pretrained(tmp_path)
-    assert loss is not None
-    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(value, trained[name], rtol=0, atol=1e-10)
