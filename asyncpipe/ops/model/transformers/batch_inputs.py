@@ -62,11 +62,9 @@ def stage_inputs(
         firsts = {each.trunk for each in ranges if each.has_first}
         names: set[str] = set()
         if 0 not in firsts:
-            names |= {"input_ids", "inputs_embeds", "pixel_values"}
+            names |= {"input_ids", "inputs_embeds", "pixel_values", "bool_masked_pos"}
             if trunks == 1 and number == len(stages) - 1:
                 names.remove("input_ids")  # Heads look for the last token that is no padding.
-                if "bool_masked_pos" in signature(model.forward).parameters:
-                    names.remove("pixel_values")  # Heads make the loss of masked patches.
         if 1 not in firsts:
             names |= {"decoder_input_ids", "decoder_inputs_embeds"}
         if all(each.trunk == 0 for each in ranges):

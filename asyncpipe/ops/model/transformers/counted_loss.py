@@ -54,7 +54,7 @@ class CountedLoss:
     """The loss that a model computes if its batch has labels, and the labels in a batch.
 
     ``kind`` is ``"causal"`` (each token is the label of the one before), ``"tokens"``, ``"classes"``, ``"spans"``
-    (where an answer starts and ends), ``"ctc"``, ``"patches"`` (whose loss the model itself makes), or empty if the
+    (where an answer starts and ends), ``"ctc"``, ``"patches"`` (of images, which are masked), or empty if the
     caller brings the loss.
     """
 
@@ -77,7 +77,7 @@ class CountedLoss:
     def of(cls, model: nn.Module, kind: str) -> CountedLoss:
         """That of ``model``."""
         config: Any = model.config
-        labels = ("bool_masked_pos",) if kind == "patches" else label_names(model)
+        labels = ("bool_masked_pos", "pixel_values") if kind == "patches" else label_names(model)
         problem = None if "NextSentence" in type(model).__name__ else getattr(config, "problem_type", None)
         made = cls(type(model).__name__, kind, getattr(config, "num_labels", 0), problem, labels)
         if kind != "ctc":
@@ -114,7 +114,7 @@ class CountedLoss:
             found["attention_mask"] = torch.ones_like(sound, dtype=torch.long) if mask is None else mask
         if self.kind == "spans" and len(found) == len(self.labels):
             _check_spans(found, batch)
-        return next(iter(found.values())) if [*found] == [*self.labels[:1]] else found or None
+        return found.get(LABELS) if [*found] == [LABELS] else found or None
 
     def with_loss(self, output: Any, target: Any) -> Any:
         """``output`` with the loss, as the model returns it."""
@@ -126,21 +126,23 @@ class CountedLoss:
         if isinstance(loss, tuple):
             # Of no labels, the model's mean is no number.
             loss = torch.where(loss[1] > 0, loss[0], torch.nan)
-        return type(output)(**{"loss": loss, **dict(output.items())})
+        return type(output)(**{"loss": loss} | {name: each for name, each in output.items() if name != "loss"})
 
     def __call__(self, output: Any, target: Any = None) -> Any:
         """The mean loss, and the number of labels that are not ignored; or a sum. ``output``: logits, or the head."""
         labels = target
-        if self.kind in ("spans", "ctc"):
+        if self.kind in ("spans", "ctc", "patches"):
             if not isinstance(labels, Mapping):
                 raise LossError(f"the loss of {self.name} needs {' and '.join(self.labels)} by name, in the batch")
-            return self._of_spans(output, labels) if self.kind == "spans" else self._of_ctc(output["logits"], labels)
+            if self.kind == "spans":
+                return self._of_spans(output, labels)
+            if self.kind == "ctc":
+                return self._of_ctc(output["logits"], labels)
+            return _of_patches(output["reconstruction"], **labels)
         if not isinstance(labels, Tensor):
             raise LossError(
                 f"the loss of {self.name} needs labels as a tensor: give them in the batch, or as the target"
             )
-        if self.kind == "patches":
-            return output["loss"], labels.sum()
         if self.kind == "classes":
             return self._of_classes(output["logits"], labels)
         if self.kind == "causal":
@@ -263,6 +265,14 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignored: int = _IGNORED) -> t
     count = (labels != ignored).sum()
     # Of no labels it is zero: other micro-batches have some.
     return functional.cross_entropy(logits, labels, ignore_index=ignored, reduction="sum") / count.clamp(min=1), count
+
+
+def _of_patches(made: Tensor, bool_masked_pos: Tensor, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over masked pixels. The model adds 1e-5 to their number, which is lost here."""
+    size = round(bool_masked_pos.shape[1] ** 0.5)
+    mask = functional.interpolate(bool_masked_pos.reshape(-1, 1, size, size).to(made.dtype), made.shape[-2:])
+    total = ((made - pixel_values).abs() * mask).sum() / made.shape[1]
+    return total / mask.sum().clamp(min=1), mask.sum()
 
 
 def _check_spans(labels: Mapping[str, Tensor], batch: Any) -> None:
