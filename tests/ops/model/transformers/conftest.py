@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library computes norms and losses in float32; here it stays in float64, where sums can be compared."""
     to = Tensor.to

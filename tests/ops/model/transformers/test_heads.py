@@ -25,6 +25,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers_models import check, make_batch, make_model, unsplit  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("doubles")
+
 DEVICES = ["cpu:0", "cpu:1"]
 ROWS = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
 
