@@ -1,6 +1,7 @@
 """Many steps one after the other: by ``step``, and by ``steps``, where the next one begins before the last has ended.
 
-Both update each stage in the step. They take turns on one pipeline, each with all steps of a case at a time. From the
+All update each stage in the step. They take turns, each with all steps of a case at a time. ``steps`` does so with
+clipping as well, by another pipeline: every update then waits for the norm of all gradients. From the
 records of a turn come the step's time, each device's idle share from the first task of the turn to its last, and the
 *border*: how long a device is idle between its last task of a step and its first of the next. In 1F1B the last device
 has to wait there in any case, for the first one to end its step, update its stage and begin the next step: its bubble
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -33,7 +35,7 @@ from benchmarks.examples import example_job, load_example
 
 __all__ = ["MANY_STEPS", "ManySteps", "devices_idle", "run", "show"]
 
-WAYS = ("step", "steps")
+WAYS = ("step", "steps", "steps, clipped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +117,17 @@ async def _measured(progress: Progress, steps: int, repeats: int, cases: Sequenc
     found = []
     for case in cases:
         names = [f"cpu:{index}" for index in range(case.devices)]
-        async with Pipeline(case.make(), names, **case.options()) as pipe:
+        model, options = case.make(), case.options()
+        clipped = Pipeline(deepcopy(model), names, clip_grad_norm=1.0, **options)
+        async with Pipeline(model, names, **options) as pipe, clipped:
+            pipes = dict(zip(WAYS, (pipe, pipe, clipped), strict=True))
             batches = case.batches(steps)
             for way in WAYS:
-                await _turn(pipe, way, batches[:3])
+                await _turn(pipes[way], way, batches[:3])
             rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
             for number in rounds(repeats, progress, f"{steps} steps of {case.about}, turn"):
                 for way in alternating(WAYS, number):
-                    rows[way].append(await _turn(pipe, way, batches))
+                    rows[way].append(await _turn(pipes[way], way, batches))
         found.append({way: _summary(rows[way]) for way in WAYS})
     return found
 

@@ -206,7 +206,7 @@ def test_large_graphs_are_lowered_and_simulated():
     assert all(row["us_a_lowered_task"] > 0 < row["us_a_simulated_task"] for row in figures["graphs"])
 
 
-def test_steps_in_a_row_train_in_both_ways(monkeypatch):
+def test_steps_in_a_row_train_in_all_ways(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = [parameter.clone() for parameter in model.parameters()]
     batch = torch.ones(4, 4), torch.zeros(4, 4)
@@ -214,7 +214,7 @@ def test_steps_in_a_row_train_in_both_ways(monkeypatch):
     case = many.ManySteps("two layers", 2, lambda: model, lambda count: [batch] * count, lambda: options)
     monkeypatch.setattr(many, "MANY_STEPS", {"small": lambda: case})
     figures, shown = measured(many, steps=4, repeats=2)
-    assert [row["case"] for row in figures["rows"]] == ["small, step", "small, steps"]
+    assert [row["case"] for row in figures["rows"]] == ["small, step", "small, steps", "small, steps, clipped"]
     assert all(row["step_seconds"] > 0 and 0 <= row["first_idle_share"] < 1 for row in figures["rows"])
     assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     assert "4 steps in a row, medians of 2 turns" in shown

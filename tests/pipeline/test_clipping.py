@@ -159,6 +159,26 @@ async def test_the_state_of_schedules_goes_on_with_another_cut(workers):
             pipe.load_schedule_states(state[2])
 
 
+@pytest.mark.parametrize("workers", ["threads", pytest.param("processes", marks=pytest.mark.long)])
+async def test_a_scheduler_of_transformers_works_as_it_is(workers):
+    transformers = pytest.importorskip("transformers")
+    make = partial(transformers.get_cosine_schedule_with_warmup, num_warmup_steps=2, num_training_steps=5)
+    optimizer, rates = SGD([nn.Parameter(torch.ones(1))]), []
+    schedule = make(optimizer)
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    async with layers(lr_schedule=make, workers=workers) as pipe:
+        assert [result.learning_rate async for result in pipe.steps([(X, TARGET)] * 4)] == rates
+
+
+async def test_a_schedule_is_chosen_by_measuring_with_all_of_it():
+    options = {"schedule": "auto", "sample": (X, TARGET), "clip_grad_norm": 1.0, "parameter_groups": decayed}
+    async with layers(**options, lr_schedule=onecycle) as pipe:
+        assert (await pipe.step(X, TARGET)).gradient_norm > 0
+
+
 def make_stage(stage):
     return nn.Sequential(nn.Linear(4, 4).double(), nn.Identity() if stage else nn.LayerNorm(4).double())
 
