@@ -40,6 +40,7 @@ from asyncpipe.ops.model.few_microbatches import FewMicrobatches
 from asyncpipe.ops.model.loss_watch import LossWatch
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.padded_labels import PaddedLabels
+from asyncpipe.ops.model.recomputed_layers import layers_of_stages
 from asyncpipe.ops.model.replicas import replicated
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.sharded import refuse_split_backwards
@@ -235,6 +236,9 @@ def build(
     if mesh is not None:
         refuse_split_backwards(staged.module, graph)
     stages, ties = place(staged, graph.placement, devices)
+    if options.recompute_layers:
+        layers = layers_of_stages(staged, options.recompute_layers)
+        stages = [replace(stage, recomputed=mine) for stage, mine in zip(stages, layers, strict=True)]
     if compile_option is not None:
         if compile_option.cuda_graphs and any(True for _ in ties.all()):
             raise OptionError(

@@ -68,7 +68,11 @@ class PipelineOptions(PoolOptions):
     order: Literal["strict", "hint"] = "strict"
     """With ``"hint"`` the schedule's order only ranks the tasks that are ready."""
     checkpoint: str = "except_last"
-    """Which micro-batches are recomputed: ``"always"``, ``"except_last"`` or ``"never"``."""
+    """Which micro-batches are recomputed: ``"always"``, ``"except_last"`` or ``"never"``. With ``"selective"`` all are,
+    but what products, convolutions and attention have made is kept: more memory than ``"always"``, less time."""
+    recompute_layers: Sequence[int | str] = ()
+    """With ``checkpoint="never"``: layers that are recomputed in the backward all the same, each by itself. A number
+    counts those of the model's outermost list of layers; a name, one of its ``named_modules()``, may have ``*``."""
     offload: float | Sequence[float] | Literal["auto"] | None = None
     """The fraction of micro-batches whose activations wait for their backward in the host's memory, from 0 to 1, or a
     list with that of each stage. Those that wait longest are offloaded, and none whose backward follows at once. Only
@@ -184,6 +188,16 @@ class PipelineOptions(PoolOptions):
         if CompileOption.parse(self.compile) is not None and self.offload is not None:
             raise OptionError(
                 "offload takes what autograd saves for each operator, and compiled stages are one each; leave one out"
+            )
+        if self.recompute_layers and (self.checkpoint != CheckpointMode.NEVER or self.compile):
+            raise OptionError(
+                "recompute_layers recomputes these layers and keeps all others: give checkpoint='never' with it, and "
+                "leave compile out"
+            )
+        if self.checkpoint == CheckpointMode.SELECTIVE and (self.offload is not None or self.compile):
+            raise OptionError(
+                "checkpoint='selective' chooses among single operators, which offload does not see and compiled stages "
+                "do not have; leave offload and compile out, or give checkpoint='always'"
             )
         if self.memory_limit is not None:
             check_positive("memory_limit", self.memory_limit)

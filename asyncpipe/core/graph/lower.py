@@ -87,6 +87,8 @@ class CheckpointMode(StrEnum):
 
     ALWAYS = "always"
     EXCEPT_LAST = "except_last"
+    SELECTIVE = "selective"
+    """All are recomputed, except for products, convolutions and attention, whose outputs are kept."""
     NEVER = "never"
 
     @classmethod
@@ -99,7 +101,7 @@ class CheckpointMode(StrEnum):
         """Whether ``microbatch`` is recomputed, of the ``microbatches`` that the mini-batch was really cut into."""
         if self is CheckpointMode.EXCEPT_LAST:
             return microbatch < microbatches - 1
-        return self is CheckpointMode.ALWAYS
+        return self is not CheckpointMode.NEVER
 
 
 def lower(

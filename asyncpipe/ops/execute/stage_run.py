@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,13 @@ from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing
 from asyncpipe.ops.autograd.random_streams import DeviceDraws, RandomStream, check_repeated, random_stream
+from asyncpipe.ops.autograd.selective import SelectiveRuns
 from asyncpipe.ops.execute.shared_values import Readers, as_they_are, refuse_overwriting, shared_readers
 from asyncpipe.ops.execute.step_tensors import StepPlan
 from asyncpipe.ops.model.buffers import BufferValues
 from asyncpipe.ops.model.microbatch import Arguments, Packet
 from asyncpipe.ops.model.nested import lost_attribute
+from asyncpipe.ops.model.recomputed_layers import recomputing
 from asyncpipe.ops.model.stage import CALLER, LOSS, Stage
 from asyncpipe.ops.model.stage_compiler import CallKind
 from asyncpipe.ops.torch_internals import version_of
@@ -26,6 +29,7 @@ from asyncpipe.ops.torch_internals import version_of
 __all__ = ["LossResult", "StageRun", "StageSetup"]
 
 _Call = Callable[[Mapping[int, Any]], Mapping[int, Any]]
+_NOTHING = nullcontext()
 
 
 class LossResult(NamedTuple):
@@ -70,7 +74,7 @@ class StageRun:
     """
 
     __slots__ = (
-        "_buffers", "_computed", "_drawn", "_generators", "_microbatch", "_received", "_setup", "_target",
+        "_buffers", "_computed", "_drawn", "_generators", "_microbatch", "_received", "_selective", "_setup", "_target",
         "next_readers", "packets", "readers",
     )  # fmt: skip
 
@@ -93,6 +97,7 @@ class StageRun:
         self._received = received
         self._target = target
         if not setup.is_plain:
+            self._selective = SelectiveRuns() if setup.plan.checkpoint is CheckpointMode.SELECTIVE else None
             self._buffers: BufferValues = {}
             """What a recomputation needs to know of the stage's buffers."""
             self._generators: list[Tensor] = []
@@ -144,13 +149,20 @@ class StageRun:
 
     def _compute(self, tensors: Sequence[Tensor], given: Sequence[Tensor], call: _Call) -> list[Tensor]:
         """What ``packets`` hold from now on."""
+        if self._setup.is_plain or self._selective is None:
+            return self._computed_by(call, tensors, given)
+        with self._selective.run():
+            return self._computed_by(call, tensors, given)
+
+    def _computed_by(self, call: _Call, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
         setup, stage = self._setup, self._setup.stage
         before = as_they_are(given) if self.readers else ()
         rest = iter(given)
         received = {source: packet.rebuild(rest) for source, packet in self._received.items()}
         if setup.splits_head:
             received[LOSS] = None
-        with stage.parameters.uncached():
+        alone = recomputing(stage.recomputed) if stage.recomputed and setup.plan.training else _NOTHING
+        with stage.parameters.uncached(), alone:
             sent = call(received)
         stage.inputs.saw(tensors, given)
         if self.readers:

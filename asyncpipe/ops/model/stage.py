@@ -140,3 +140,5 @@ class Stage:
     outputs: OutputWatch
     compiler: CallsStage | None = None
     """What calls the module, if it is compiled."""
+    recomputed: tuple[nn.Module, ...] = ()
+    """Layers that are recomputed in the backward by themselves."""
