@@ -122,7 +122,8 @@ def _pipeline(model: nn.Module, choice: PredictedPipeline) -> SyncPipeline:
 
 def step_variants(choice: PredictedPipeline) -> list[StepVariant]:
     """The variants of profiled steps that measure the tasks of this pipeline."""
-    recomputed = [StepVariant.RECOMPUTED] if choice.checkpoint != "never" else []
+    mode = StepVariant.SELECTIVE if choice.checkpoint == "selective" else StepVariant.RECOMPUTED
+    recomputed = [mode] if choice.checkpoint != "never" else []
     return [StepVariant.KEPT, *recomputed, *([StepVariant.SPLIT] if "zb" in choice.schedule else [])]
 
 

@@ -40,7 +40,7 @@ from asyncpipe.core.predict.planner import Plan, plan
 from asyncpipe.core.predict.profile_from_journals import MeasuredStep, StepVariant, combine, layer_seconds
 from asyncpipe.core.predict.threads_or_processes import threads_or_processes
 from asyncpipe.core.schedules.protocol import Action, B, F, I, OrderedSchedule, Shape, W
-from asyncpipe.errors import MicrobatchError, OptionError
+from asyncpipe.errors import MicrobatchError, OptionError, RecomputeError, TaskError
 from asyncpipe.ops.device.copies import host_bandwidth
 from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.ops.execute.replica_sums import reduce_bandwidth
@@ -200,7 +200,8 @@ def resolve_workers(arguments: PipelineArguments) -> tuple[PipelineArguments, st
     if why is None:
         assert not isinstance(chosen.balance, str)
         own, sample = devices[: len(devices) // chosen.replicas], _sample_of(arguments)
-        variant = StepVariant.KEPT if chosen.checkpoint == CheckpointMode.NEVER else StepVariant.RECOMPUTED
+        modes = {CheckpointMode.NEVER: StepVariant.KEPT, CheckpointMode.SELECTIVE: StepVariant.SELECTIVE}
+        variant = modes.get(CheckpointMode(chosen.checkpoint), StepVariant.RECOMPUTED)
         with _MeasuredPipeline(chosen.model, own, chosen.balance, sample, chosen.intra_op_threads) as pipeline:
             for _ in range(2):  # They warm up.
                 pipeline.step(chosen.microbatches, variant)
@@ -254,6 +255,9 @@ def _check_microbatches(microbatches: int, sample: SampleBatch) -> None:
         )
 
 
+_MODES = {StepVariant.RECOMPUTED: CheckpointMode.ALWAYS, StepVariant.SELECTIVE: CheckpointMode.SELECTIVE}
+
+
 class Measuring:
     """``measure`` in single rounds, for callers who do something else between them. Open it with ``with``.
 
@@ -284,6 +288,7 @@ class Measuring:
         """Bytes of gradients of tied parameters that a coarse step adds to others."""
         self._open = partial(_MeasuredPipeline, model, sample=sample, intra_op_threads=intra_op_threads)
         self._stack = ExitStack()
+        self._unfit: set[StepVariant] = set()
         self._sizes: dict[int, list[LayerBytes]] = {}
         self._fine_steps: dict[int, dict[StepVariant, list[MeasuredStep]]] = {}
         self._coarse_steps: dict[int, dict[StepVariant, list[MeasuredStep]]] = {}
@@ -319,8 +324,15 @@ class Measuring:
             self._sizes[microbatches] = self._fine.sizes(microbatches)
         for pipeline, steps in ((self._fine, self._fine_steps), (self._coarse, self._coarse_steps)):
             updated = [StepVariant.UPDATED] if pipeline.optimized_bytes else []
-            for variant in (*(each for each in variants if each is not StepVariant.UPDATED), *updated):
-                step = pipeline.step(microbatches, variant)
+            left_out = {StepVariant.UPDATED, *self._unfit}
+            for variant in (*(each for each in variants if each not in left_out), *updated):
+                try:
+                    step = pipeline.step(microbatches, variant)
+                except TaskError as error:
+                    if variant is not StepVariant.SELECTIVE or not isinstance(error.__cause__, RecomputeError):
+                        raise
+                    self._unfit.add(variant)  # The model overwrites products in place.
+                    continue
                 if keep:
                     steps.setdefault(microbatches, {}).setdefault(variant, []).append(step)
 
@@ -337,6 +349,7 @@ class Measuring:
                     self._coarse_steps[number],
                     [each.saved for each in self._sizes[number]],
                     [each.working for each in self._sizes[number]],
+                    products=[each.products for each in self._sizes[number]],
                     instant=instant,
                     sent=travelling(self._sizes[number]),
                     added=self._added,
@@ -432,7 +445,7 @@ class _MeasuredPipeline:
 
     def step(self, microbatches: int, variant: StepVariant) -> MeasuredStep:
         """Run one training step, which begins and ends without gradients."""
-        checkpoint = CheckpointMode.ALWAYS if variant is StepVariant.RECOMPUTED else CheckpointMode.NEVER
+        checkpoint = _MODES.get(variant, CheckpointMode.NEVER)
         options = replace(self._parts.options, microbatches=microbatches, checkpoint=checkpoint)
         parts = replace(self._parts, options=options, graphs=self._graphs[variant is StepVariant.SPLIT])
         step = StepOptions(return_outputs=False, update=variant is StepVariant.UPDATED)

@@ -43,6 +43,7 @@ __all__ = [
     "Measurement",
     "Profile",
     "ProfiledLayer",
+    "SelectiveCosts",
     "SentTensor",
     "TiedTensor",
     "message_sizes",
@@ -51,6 +52,8 @@ __all__ = [
 
 Seconds = Annotated[float, Ge(0)]
 Bytes = Annotated[int, Ge(0)]
+
+_REPEATED = (TaskKind.FORWARD, TaskKind.RECOMPUTE)
 
 CALLER = -1
 """Who gives the inputs and gets the outputs, in the place of a layer."""
@@ -79,6 +82,16 @@ class ProfiledLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveCosts:
+    """The costs of one layer for one micro-batch with ``checkpoint="selective"``."""
+
+    forward: Seconds
+    recompute: Seconds
+    kept: Bytes
+    """Bytes that products have made, and that are kept besides the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCosts:
     """The costs of one layer for one micro-batch: seconds, without the overhead of a task, and bytes."""
 
@@ -93,9 +106,13 @@ class LayerCosts:
     """Bytes that its forward saves for its backward, without its input; with its output, if that is saved."""
     working: Bytes = 0
     """Bytes that a forward or backward needs at most besides, while it runs; of the last layer, with the loss."""
+    selective: SelectiveCosts | None = None
+    """``None`` where that was not measured."""
 
     def seconds(self, kind: TaskKind, checkpoint: CheckpointMode) -> float:
         """Its share of a task of ``kind``. With ``except_last``, the last micro-batch counts like the others."""
+        if checkpoint is CheckpointMode.SELECTIVE and self.selective and kind in _REPEATED:
+            return float(getattr(self.selective, kind.name.lower()))
         if kind is TaskKind.FORWARD and checkpoint is not CheckpointMode.NEVER:
             return self.light_forward
         return float(getattr(self, kind.name.lower()))
@@ -180,6 +197,11 @@ class Profile:
                     raise ProfileError(f"a tensor travels between {count} layers and the caller (-1), got {tensor}")
 
     @property
+    def knows_selective(self) -> bool:
+        """Whether ``checkpoint="selective"`` was measured."""
+        return all(layer.selective for each in self.measurements.values() for layer in each.layers)
+
+    @property
     def measured(self) -> list[int]:
         """The numbers of micro-batches that were measured."""
         return sorted(self.measurements)
@@ -254,17 +276,23 @@ class Profile:
         microbatches: int,
         parameter_scale: float = PARAMETER_SCALE,
         placement: Sequence[int] | None = None,
+        checkpoint: CheckpointMode = CheckpointMode.NEVER,
     ) -> StageMemory:
         """The bytes that each stage keeps for a micro-batch and for its parameters.
 
         ``parameter_scale`` is the memory of a trained parameter, its gradient and its optimizer state, as a multiple of
         the parameter's own: 2 without optimizer state, 4 with AdamW. Frozen parameters count once, and a tied one once
         where it is owned, and on each other device of its users as a replica with a gradient. ``placement`` is the
-        device of each stage, by default its own. Raises as ``costs``.
+        device of each stage, by default its own. With ``SELECTIVE`` recomputation, products are kept
+        besides the inputs. Raises as ``costs``.
         """
         measured = self.measurement(microbatches)
         borders = self._borders(balance)
         kept = [_kept(measured, start, end) for start, end in borders]
+        chosen = [sum(la.selective.kept for la in measured.layers[a:b] if la.selective) for a, b in borders]
+        inputs = [held for _, held in kept]
+        if checkpoint is CheckpointMode.SELECTIVE:
+            inputs = [held + more for held, more in zip(inputs, chosen, strict=True)]
         fixed = [sum(_fixed(la, parameter_scale) for la in self.layers[start:end]) for start, end in borders]
         stage_of = self._stage_of(balance)
         for tensor in self.ties:
@@ -275,7 +303,7 @@ class Profile:
             fixed[user] += tensor.size * min(parameter_scale, PARAMETER_SCALE if tensor.trained else 1)
         return StageMemory(
             saved=[saved for saved, _ in kept],
-            inputs=[inputs for _, inputs in kept],
+            inputs=inputs,
             fixed=[round(each) for each in fixed],
             working=[max(layer.working for layer in measured.layers[start:end]) for start, end in borders],
         )

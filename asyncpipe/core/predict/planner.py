@@ -41,7 +41,7 @@ from asyncpipe.core.predict.simulate import can_overlap, simulate_steps
 from asyncpipe.core.predict.topology import Topology, TopologyCosts
 from asyncpipe.core.schedules.protocol import RuledSchedule, Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
-from asyncpipe.errors import PlanError, ScheduleError
+from asyncpipe.errors import PlanError, ProfileError, ScheduleError
 
 __all__ = ["Placing", "Plan", "best_of_each", "busiest_device", "plan"]
 
@@ -165,6 +165,10 @@ def plan(
     names = known_schedules() if schedules is None else schedules
     by_name = dict(names) if isinstance(names, Mapping) else {name: find_schedule(name) for name in names}
     modes = [CheckpointMode.parse(mode) for mode in checkpoints]
+    if not profile.knows_selective:
+        modes = [mode for mode in modes if mode is not CheckpointMode.SELECTIVE]
+        if not modes:
+            raise ProfileError("checkpoint='selective' was not measured; measure again, or give other modes")
     numbers = profile.measured if microbatches is None else list(microbatches)
     for number in numbers:
         profile.measurement(number)
@@ -308,7 +312,8 @@ class _Search:
         key = candidate, balance
         if key not in self._plans:
             plan = self._simulated(candidate, balance)
-            if self.offload and max(plan.memory) > self.limit:
+            can_offload = self.offload and candidate.checkpoint is not CheckpointMode.SELECTIVE
+            if can_offload and max(plan.memory) > self.limit:
                 plan = self._with_offload(candidate, plan) or plan
             self._plans[key] = plan
         return self._plans[key]
@@ -353,11 +358,12 @@ class _Search:
         scale, at = self.parameter_scale, self._placement(candidate)
         if candidate.shards:
             scale = min(scale, PARAMETER_SCALE) + max(0.0, scale - PARAMETER_SCALE) / candidate.replicas
+        memory = self.profile.memory(balance, candidate.pieces, scale, at, candidate.checkpoint)
         return Plan(
             *(candidate.schedule, balance, candidate.microbatches, candidate.checkpoint),
             seconds=pace.seconds if pace else measured[0].seconds + self.profile.measurement(candidate.pieces).step,
             # Each device runs one step after the other, so it holds no more than in a single one.
-            memory=tuple(peak_memory(records[0], self.profile.memory(balance, candidate.pieces, scale, at))),
+            memory=tuple(peak_memory(records[0], memory)),
             bubble=(pace or measured[0]).bubble_ratio,
             placing=self._placing(graph, measured[-2:], (pace or measured[0]).seconds),
             offload=offload,

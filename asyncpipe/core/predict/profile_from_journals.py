@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from itertools import pairwise
 from math import inf
@@ -30,7 +31,7 @@ from typing import NamedTuple
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.kinds import COMPUTE_KINDS, COPY_KINDS, TaskKind
 from asyncpipe.core.predict.costs import StageCosts
-from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, SentTensor, message_sizes
+from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, SelectiveCosts, SentTensor, message_sizes
 from asyncpipe.core.predict.report import TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_record import StepRecord
@@ -50,6 +51,8 @@ class StepVariant(StrEnum):
     """Nothing is recomputed, backwards are whole."""
     RECOMPUTED = "recomputed"
     """Every micro-batch is recomputed."""
+    SELECTIVE = "selective"
+    """Every micro-batch is recomputed, but for what products have made."""
     SPLIT = "split"
     """Nothing is recomputed, backwards are split."""
     UPDATED = "updated"
@@ -89,6 +92,7 @@ def combine(
     *,
     instant: bool,
     sent: Sequence[SentTensor],
+    products: Sequence[int] = (),
     added: int = 0,
     updated: int = 0,
 ) -> Measurement:
@@ -96,9 +100,10 @@ def combine(
 
     ``saved`` and ``working`` are the bytes of each layer (``LayerCosts``). ``instant`` says that tensors are passed
     between devices without a copy. Steps of the variant ``kept`` are required. Without steps of ``recomputed``, a
-    recomputation costs a forward; without steps of ``split``, I and W cost half a backward each. ``sent`` is what
-    travels, ``added`` how many bytes of tied parameters' gradients a coarse step adds to others, and ``updated`` how
-    many bytes of parameters its optimizers update in the variant of that name.
+    recomputation costs a forward; without steps of ``split``, I and W cost half a backward each. With steps of
+    ``selective``, ``products`` are the bytes that each layer keeps there. ``sent`` is what travels, ``added`` how
+    many bytes of tied parameters' gradients a coarse step adds to others, and ``updated`` how many bytes of parameters
+    its optimizers update in the variant of that name.
     """
     forward, o_forward = _share((_F,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
     backward, o_backward = _share((_B,), fine[StepVariant.KEPT], coarse[StepVariant.KEPT])
@@ -119,8 +124,14 @@ def combine(
     copying, bandwidth = (0.0, inf) if instant else _transfers(fine[StepVariant.KEPT], messages)
     columns = [[stretch * each for each in row] for row in (forward, light, again, backward, inputs, weights)]
     kinds = zip((_F, _R, _B, _I, _W), (o_forward, o_again, o_backward, o_half, o_half), strict=True)
+    layers = list(map(LayerCosts, *columns, saved, working))
+    if fine.get(StepVariant.SELECTIVE) and coarse.get(StepVariant.SELECTIVE):
+        pair = fine[StepVariant.SELECTIVE], coarse[StepVariant.SELECTIVE]
+        rows = [[stretch * each for each in _share((kind,), *pair)[0]] for kind in (_F, _R)]
+        chosen = map(SelectiveCosts, *rows, products)
+        layers = [replace(layer, selective=each) for layer, each in zip(layers, chosen, strict=True)]
     return Measurement(
-        layers=tuple(map(LayerCosts, *columns, saved, working)),
+        layers=tuple(layers),
         overhead={kind.value: stretch * (overhead + gap) for kind, overhead in kinds},
         step=max(0.0, median(step.seconds - report(step.record).seconds for step in coarse[StepVariant.KEPT])),
         latency=stretch * max(0.0, handoff - gap - copying),

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from asyncpipe.errors import RecomputeError
 from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing, may_recompute_again
 
-__all__ = ["SelectiveRuns"]
+__all__ = ["SelectiveRuns", "is_product"]
 
 _KEPT = frozenset(
     "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_grouped_mm convolution "
@@ -70,10 +70,11 @@ def _handing_out(kept: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def _policy(_context: object, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_product(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
-def _is_kept(operator: Any) -> bool:
+def is_product(operator: Any) -> bool:
+    """Whether what this operator makes is kept."""
     namespace, _, name = str(getattr(operator, "name", lambda: "")()).partition("::")
     return (namespace == "aten" and name.partition(".")[0] in _KEPT) or "flex_attention" in namespace

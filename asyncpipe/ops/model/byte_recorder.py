@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from asyncpipe.core.predict.layer_profile import SentTensor, TiedTensor
+from asyncpipe.ops.autograd.selective import is_product
 from asyncpipe.ops.model.microbatch import Packet
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import CALLER, Stage
@@ -56,6 +57,8 @@ class LayerBytes:
     """By source, in the order in which it sends them."""
     sent: Mapping[int, Sequence[TensorBytes]]
     """By user."""
+    products: int = 0
+    """Of what ``checkpoint="selective"`` keeps."""
 
 
 class ByteRecorder:
@@ -129,6 +132,18 @@ class LiveBytes(TorchDispatchMode):
         return made
 
 
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of what ``checkpoint="selective"`` keeps."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if is_product(function):
+            self.count += sum(each.nbytes for each in tree_leaves(made) if isinstance(each, Tensor))
+        return made
+
+
 def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
     return (each for each in values if isinstance(each, Tensor) and each.layout is torch.strided)
 
@@ -162,7 +177,8 @@ class _StageRecording:
         self._uncounted = {_address(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._saved: dict[int, int] = {}
         """Sizes of saved storages by address. The graph keeps them alive, so no address is used twice."""
-        self._hooks: saved_tensors_hooks | None = None
+        self._inside: ExitStack | None = None
+        self._products = _Products()  # type: ignore[no-untyped-call]
         self._counts_loss = True
         self._working: int | None = None
 
@@ -171,14 +187,15 @@ class _StageRecording:
             self._working = 0
             # Before the forward, which saves buffers as they are then.
             self._working = max(_working(module, module.parameters(), *args)[:2])
-            self._hooks = saved_tensors_hooks(self._keep, lambda kept: kept)
-            self._hooks.__enter__()
+            self._inside = ExitStack()
+            self._inside.enter_context(saved_tensors_hooks(self._keep, lambda kept: kept))
+            self._inside.enter_context(self._products)
 
     def end(self, _: nn.Module, args: tuple[Any, ...], sent: Mapping[int, Any] | None) -> None:
-        if self._hooks is None:
+        if self._inside is None:
             return
-        self._hooks.__exit__(None, None, None)
-        self._hooks = None
+        self._inside.close()
+        self._inside = None
         # A micro-batch is a view of the caller's batch.
         own = self._saved.keys() - _addresses(args)
         self.bytes = LayerBytes(
@@ -187,6 +204,7 @@ class _StageRecording:
             working=self._working or 0,
             received={source: _each(value, self._saved.keys()) for source, value in args[0].items()},
             sent={user: _each(value, own) for user, value in (sent or {}).items()},
+            products=self._products.count,
         )
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from profiles import chain
 
 from asyncpipe.core.graph.lower import CheckpointMode, lower
 from asyncpipe.core.predict import planner
-from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer
+from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer, SelectiveCosts
 from asyncpipe.core.predict.memory import peak_memory
 from asyncpipe.core.predict.placement import MOST_EXACT, best_host_order
 from asyncpipe.core.predict.planner import Plan, plan
@@ -349,3 +350,29 @@ def test_a_plan_goes_around_slow_links_and_gives_fast_devices_more() -> None:
 def test_the_devices_of_a_topology_are_all_planned_for() -> None:
     with pytest.raises(PlanError, match="the topology has 2 devices, got 3 to plan for"):
         plan(profile_of([1.0] * 4), 3, topology=hosts_with({}, 2))
+
+
+def selective(profile: Profile, **costs: Any) -> Profile:
+    """``profile`` where products were measured as well: they take the most time and keep the least."""
+    measured = {
+        m: replace(each, layers=tuple(replace(la, selective=SelectiveCosts(**costs)) for la in each.layers))
+        for m, each in profile.measurements.items()
+    }
+    return replace(profile, measurements=measured)
+
+
+def test_selective_recomputation_is_chosen_where_all_does_not_fit_and_it_is_faster_than_all_again():
+    plain = profile_of([1.0] * 4, sizes=[10 * SIZE] * 4)
+    profile = selective(plain, forward=1.0, recompute=0.25, kept=2 * SIZE)
+    options: dict[str, Any] = {"schedules": ["gpipe"], "checkpoints": ["never", "selective", "always"]}
+    found = {each.checkpoint.value: each for each in plan(profile, 2, **options)}
+    assert found["never"].seconds < found["selective"].seconds < found["always"].seconds
+    memories = [max(found[mode].memory) for mode in ("never", "selective", "always")]
+    assert memories == sorted(memories, reverse=True)
+    # Four micro-batches of two layers, and one of them recomputed.
+    assert memories[1] - memories[2] == 3 * 2 * 2 * SIZE
+    assert plan(profile, 2, memory_limit=memories[0] - 1, **options)[0].checkpoint is CheckpointMode.SELECTIVE
+    assert plan(profile, 2, memory_limit=memories[1] - 1, **options)[0].checkpoint is CheckpointMode.ALWAYS
+    assert {each.checkpoint for each in plan(plain, 2, **options)} == {CheckpointMode.NEVER, CheckpointMode.ALWAYS}
+    with pytest.raises(ProfileError, match="was not measured"):
+        plan(plain, 2, schedules=["gpipe"], checkpoints=["selective"])
