@@ -50,7 +50,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add("--virtual", type=count, metavar="V", help=text)
     text = "strict: devices keep the schedule's order (default); hint: it only ranks ready tasks"
     add("--order", choices=["strict", "hint"], default="strict", help=text)
-    text = "which micro-batches are recomputed before their backward: never (default), always or except_last"
+    text = "which micro-batches are recomputed before their backward: never (default), selective, always or except_last"
     add("--checkpoint", default="never", metavar="MODE", help=text)
 
 

@@ -235,7 +235,7 @@ WRONG = [
     ({"balance": []}, ValueError, "positive integers"),
     ({"chunks": 0}, ValueError, "positive integer, got 0"),
     ({"chunks": "four"}, TypeError, "positive integer, got 'four'"),
-    ({"checkpoint": "sometimes"}, ValueError, "one of 'always', 'except_last', 'never'"),
+    ({"checkpoint": "sometimes"}, ValueError, "one of 'always', 'except_last', 'selective', 'never'"),
     ({"devices": ["cpu"]}, IndexError, r"2 stages need 2 devices, got 1; give devices, such as \['cpu', 'cpu'\]"),
     ({"devices": "cpu"}, ValueError, "must be a list such as"),
     ({"devices": ["cpu", "meta"]}, ValueError, "type 'meta'"),

@@ -35,7 +35,7 @@ CONSTRUCTOR = [
     ({"microbatches": True}, e.MicrobatchError, "positive integer, got True"),
     ({"schedule": "1f2b"}, e.UnknownScheduleError, "known schedules: 1f1b, backward-first, "),
     ({"schedule": 3}, e.ScheduleError, "a name or a Schedule instance"),
-    ({"checkpoint": "sometimes"}, e.OptionError, "'always', 'except_last', 'never'"),
+    ({"checkpoint": "sometimes"}, e.OptionError, "'always', 'except_last', 'selective', 'never'"),
     ({"loss_reduction": "max"}, e.OptionError, "'mean', 'sum'"),
     ({"intra_op_threads": 0}, e.OptionError, "intra_op_threads must be a positive integer"),
     ({"in_flight": 0}, e.OptionError, "in_flight must be a positive integer"),

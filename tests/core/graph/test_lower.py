@@ -55,7 +55,7 @@ def waits(graph: TaskGraph, task: Task) -> set[tuple[str, Reason]]:
 
 def test_checkpoint_modes_are_parsed_or_listed() -> None:
     assert CheckpointMode.parse("except_last") is EXCEPT_LAST
-    with pytest.raises(OptionError, match="one of 'always', 'except_last', 'never', got 'sometimes'"):
+    with pytest.raises(OptionError, match="one of 'always', 'except_last', 'selective', 'never', got 'sometimes'"):
         CheckpointMode.parse("sometimes")
 
 

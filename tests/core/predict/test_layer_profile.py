@@ -210,7 +210,8 @@ def steps_of(costs: StageCosts, stages: int, devices: int = 2, m: int = 5) -> di
     """What steps of each variant are like if tasks take exactly ``costs``; a step takes 0.5 s beside its tasks."""
 
     def step(variant: StepVariant) -> MeasuredStep:
-        mode = CheckpointMode.ALWAYS if variant is StepVariant.RECOMPUTED else CheckpointMode.NEVER
+        modes = {StepVariant.RECOMPUTED: CheckpointMode.ALWAYS, StepVariant.SELECTIVE: CheckpointMode.SELECTIVE}
+        mode = modes.get(variant, CheckpointMode.NEVER)
         schedule = AllAtOnce(split=variant is StepVariant.SPLIT)
         record = simulate(lower(schedule, Shape(stages, m, devices), checkpoint=mode), costs)
         return MeasuredStep(report(record).seconds + 0.5, record)
@@ -238,13 +239,16 @@ def test_layers_and_overheads_are_found_again_in_the_steps_they_make(times, over
 
     coarse_balance = [len(times) - 2, 2]
     fine, coarse = steps_of(costs([1] * len(times)), len(times)), steps_of(costs(coarse_balance), 2)
-    found = combine(fine, coarse, saved, saved, instant=True, sent=())
+    found = combine(fine, coarse, saved, saved, instant=True, sent=(), products=[3] * len(times))
     layers = tuple(ProfiledLayer(str(k), 0, 0) for k in range(len(times)))
     profile = Profile(layers, (), {5: found})
     for balance in (coarse_balance, [1] * len(times), [2, len(times) - 2]):
         predicted, wanted = profile.costs(balance, 5), costs(balance)
         for kind in kinds:
             assert predicted.seconds[kind] == pytest.approx(wanted.seconds[kind], rel=1e-6), kind
+        chosen = profile.costs(balance, 5, CheckpointMode.SELECTIVE).seconds[TaskKind.RECOMPUTE]
+        assert chosen == pytest.approx(wanted.seconds[TaskKind.RECOMPUTE], rel=1e-6)
+        assert profile.memory(balance, 5, checkpoint=CheckpointMode.SELECTIVE).inputs == tuple(3 * s for s in balance)
     assert found.step == pytest.approx(0.5)
     assert found.latency == pytest.approx(latency, rel=1e-6)
     assert found.bandwidth == inf

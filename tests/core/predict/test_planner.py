@@ -365,6 +365,7 @@ def test_selective_recomputation_is_chosen_where_all_does_not_fit_and_it_is_fast
     plain = profile_of([1.0] * 4, sizes=[10 * SIZE] * 4)
     profile = selective(plain, forward=1.0, recompute=0.25, kept=2 * SIZE)
     options: dict[str, Any] = {"schedules": ["gpipe"], "checkpoints": ["never", "selective", "always"]}
+    options["balances"] = lambda stages: [[2, 2]]
     found = {each.checkpoint.value: each for each in plan(profile, 2, **options)}
     assert found["never"].seconds < found["selective"].seconds < found["always"].seconds
     memories = [max(found[mode].memory) for mode in ("never", "selective", "always")]
