@@ -301,7 +301,10 @@ def test_numbers_are_the_jobs_half_and_twice_unless_told(job, capsys):
     ("arguments", "message"),
     [
         (["plan", "tiny.toml", "--memory-limit", "lots"], "must be a number of bytes, as 8GiB, 500MB or 1000000"),
-        (["plan", "tiny.toml", "--checkpoint", "some"], "checkpoint must be one of 'always', 'except_last', 'selective', 'never'"),
+        (
+            ["plan", "tiny.toml", "--checkpoint", "some"],
+            "checkpoint must be one of 'always', 'except_last', 'selective', 'never'",
+        ),
         (["profile", "tiny.toml", "--microbatches", "4,0"], "must be an integer of at least 1, got '0'"),
         (["profile", "tiny.toml", "--steps", "x"], "must be an integer of at least 1, got 'x'"),
     ],
