@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.execute.step_tensors import StepTensors
 from asyncpipe.pipeline.build import PipelineParts
@@ -68,6 +69,7 @@ class RemoteStep(StepProtocol[PartsExecution, StepResult]):
         self._settle(keep=True)
         portal = self.tenancy.pool.portal
         norms = found.gradient_norms.tensors()
+        execution.note_norm(norms.get(WHOLE_STEP))
         return StepResult(loss, tuple(losses), outputs, execution, portal, norms, found.learning_rate)
 
     def abandon(self) -> None:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.device.device_errors import is_device_error
@@ -172,6 +173,7 @@ class PreparedStep(StepHere[StepResult]):
         self.inputs = inputs.emptied()
         self._has_set_gradients_aside = False
         self._in_line = False
+        self._is_part = crossings is not None
         tensors = tensors or StepTensors.of(inputs.batch.takes, inputs.batch.targets)
         plan = replace(inputs.plan, loss=parts.options.loss_fn if inputs.has_loss else None)
         super().__init__(parts, tenancy, graph or inputs.graph(parts), plan, tensors, inputs.context, crossings)
@@ -207,6 +209,8 @@ class PreparedStep(StepHere[StepResult]):
             self.parts.loss_watch.saw(loss)
             norms = self.parts.joined_norms(norms)
         rate = next(iter(self._tensors.rates), None)
+        if not self._is_part:
+            self._binder.notes.gradient_norm = norms.get(WHOLE_STEP)
         self._commit()
         return StepResult(loss, tuple(losses), gathered, execution, self.tenancy.pool.portal, norms, rate)
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 from weakref import WeakKeyDictionary, ref
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, TaskFailed
@@ -168,6 +168,7 @@ class PartsExecution(DrivenStep):
         """Those that run a part of it, by name."""
         self.started = started
         self.size = StepSize()
+        self._norm: SupportsFloat | None = None
         self.ended: dict[str, PartEnded] = {}
         """What the workers have told, by name."""
         self.clocks: dict[str, tuple[float, float]] = {}
@@ -200,10 +201,17 @@ class PartsExecution(DrivenStep):
                     self.number, self.graph, share, self.started, parts, self._over, self.error, after=self.follows
                 )
                 workers = {name: _worker_notes(self, worker) for name, worker in self.workers.items()}
-                self._record = replace(
-                    record, notes=StepNotes.merged(notes, workers, self.size, self.tenant.why_workers)
-                )
+                merged = StepNotes.merged(notes, workers, self.size, self.tenant.why_workers)
+                merged.gradient_norm = self._norm
+                self._record = replace(record, notes=merged)
             return self._record
+
+    def note_norm(self, norm: SupportsFloat | None) -> None:
+        """Note the norm of all gradients, which is known when the workers' results are there. From any thread."""
+        with self._made:
+            self._norm = norm
+            if self._record is not None:
+                self._record.notes.gradient_norm = norm
 
     def _events(self, name: str, journal: PartJournal) -> list[tuple[float, TaskEvent]]:
         """What became of the tasks of a worker, in numbers of the whole graph and on this process's clock."""

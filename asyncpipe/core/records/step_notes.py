@@ -69,7 +69,7 @@ class StepNotes:
     """What was compiled meanwhile. It is no part of what tasks take: such a task begins when it has been compiled."""
     size: StepSize = UNKNOWN_SIZE
     gradient_norm: SupportsFloat | None = None
-    """Of all gradients together, before clipping, where somebody has computed it; a device may still have it."""
+    """Of all gradients together, before clipping, where a step or its caller has computed it."""
     why_workers: str = ""
     """Why the devices are in threads or in processes, where ``workers="auto"`` chose."""
     taken: dict[Lane, Taken] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class StepNotes:
     ) -> StepNotes:
         """What all workers have noted, by their names. Devices of the same name in several workers are added up.
 
-        ``workers``, ``size`` and ``why_workers`` are known to the controller alone.
+        ``workers``, ``size``, ``why_workers`` and ``gradient_norm`` are known to the controller alone.
         """
         samples = list(_samples_of_all(parts))
         merged = StepNotes(samples=samples, workers=dict(workers), size=size, why_workers=why_workers)
@@ -120,7 +120,6 @@ class StepNotes:
             merged.arrived.update(notes.arrived)
             merged.left.update(notes.left)
             merged.drew |= notes.drew
-            merged.gradient_norm = notes.gradient_norm if merged.gradient_norm is None else merged.gradient_norm
             merged.compilations += notes.compilations
             merged.taken.update(notes.taken)
         return merged

@@ -148,7 +148,7 @@ def test_shifted_changes_times_alone() -> None:
 
 def test_merged_has_all_of_one_and_adds_what_two_have_of_a_device() -> None:
     one = StepNotes.merged({"a": notes()}, WORKERS, notes().size, "measured")
-    assert {f.name for f in fields(one) if getattr(one, f.name) != getattr(notes(), f.name)} == set()
+    assert {f.name for f in fields(one) if getattr(one, f.name) != getattr(notes(), f.name)} == {"gradient_norm"}
     both = StepNotes.merged({"a": notes(0), "b": notes(1)}, WORKERS)
     assert both.memory == {"cuda:0": DeviceMemory(2, 5, 10)}
     assert both.streams == {"cuda:0": 6}

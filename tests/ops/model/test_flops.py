@@ -113,10 +113,14 @@ def test_results_metrics_and_scalars_have_tokens_mfu_and_memory(workers: str) ->
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         workers=workers,
         observers=[collector],
+        clip_grad_norm=1.0,
         flops=counted,
         peak_flops=1e9,
     ).sync() as pipe:
         report = pipe.step(ids, ids).report
+        second = pipe.step(ids, ids)
+        norm = registry.get_sample_value("asyncpipe_gradient_norm", {"job": "job"})
+        assert norm == pytest.approx(float(second.gradient_norm))
         evaluated = pipe.step(ids, ids, update=False).report
     needed = counted.per_token * ids.numel()
     assert report.size == (SAMPLES, ids.numel(), needed, 1e9)
