@@ -45,6 +45,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "reductions over replicas in the bubble: 4 × 8 simulated, against all at the end; the picture of a real 2 × 4",
         ("out",),
     ),
+    "saving": ("steps while a save is written in the background, against steps without", ()),
     "shards": ("bytes of the states of an optimizer in shards, by replica", ()),
     "task_cost": (
         "processor time of F, B and C beyond torch, on a CPU and on emulated streams, and of its parts",

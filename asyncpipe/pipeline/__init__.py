@@ -17,6 +17,8 @@ Start with ``pipeline.py``, then follow a step:
 ``workers.py``                        the worker processes of a pool
 ``stages_here.py``                    what a pipeline asks of its stages besides steps, where they are in this process
 ``remote_stages.py``, ``remote_step.py``  stages in workers, as the controller sees them; one whole step there
+``saving.py``                         ``save`` and ``load``; ``stage_states.py`` the states of the stages of one process
+``blocking.py``                       blocking calls, for callers that await and that block
 ``wire_messages.py``                  what controller and workers say to each other of a pipeline
 ``resident/``                         what runs in a worker
 ``overlap.py``                        whether steps may be under way at once

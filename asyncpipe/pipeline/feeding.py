@@ -33,6 +33,8 @@ class Feeding:
         self._tenancy = tenancy
         self._stages = stages
         self._make = make
+        self.steps = 0
+        """How many training steps are done."""
         self._next = 0
         self._begun = 0
         """Steps from the feed that are prepared and not done."""
@@ -73,6 +75,7 @@ class Feeding:
 
     def step_done(self, step: Step) -> None:
         """The oldest step is done."""
+        self.steps += step.inputs.training
         if step.inputs.options.is_fed:
             self._next += 1
             self._begun -= 1

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 
 from torch import nn
 
-from asyncpipe.errors import MoveError, OptionError, StateDictError
+from asyncpipe.errors import MoveError, OptionError
 from asyncpipe.ops.execute.optimizer_states import check_optimizer_states, states_by_name
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import Stage
@@ -18,6 +18,7 @@ from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_stages import RemoteStages
+from asyncpipe.pipeline.saving import Saves
 from asyncpipe.pipeline.stages_here import StagesHere
 
 __all__ = ["OPTIMIZER", "ModelProxy"]
@@ -29,13 +30,16 @@ OPTIMIZER = "give the pipeline an optimizer= and use step()"
 class ModelProxy:
     """Stands for the model of a pipeline, and is called as the model is."""
 
-    def __init__(self, parts: PipelineParts, tenancy: Tenancy, feeding: Feeding, stages: StagesHere) -> None:
+    def __init__(
+        self, parts: PipelineParts, tenancy: Tenancy, feeding: Feeding, stages: StagesHere, saves: Saves
+    ) -> None:
         """``stages`` are those of this process, or ``RemoteStages``."""
         self._parts = parts
         self._tenancy = tenancy
         self._pool = tenancy.pool
         self._feeding = feeding
         self._backend = stages
+        self._saves = saves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as part of the caller's autograd graph: ``loss_fn(pipe(x)).backward()`` trains.
@@ -53,6 +57,11 @@ class ModelProxy:
         """
         self._backend.refuse("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
         return call(self._parts, self._tenancy, Arguments(args, kwargs))
+
+    @property
+    def steps_done(self) -> int:
+        """How many training steps are done, with those before a ``load``."""
+        return self._feeding.steps
 
     @property
     def feed_step(self) -> int:
@@ -210,7 +219,5 @@ class ModelProxy:
         another number of parameter groups.
         """
         self._parts.check_between_steps()
-        if bool(states) != (self._parts.options.lr_schedule is not None):
-            has = "has an lr_schedule and the state has none" if not states else "has no lr_schedule, as the state has"
-            raise StateDictError(f"the pipeline {has}; give lr_schedule= where the state was saved with one")
+        self._backend.check_schedules(states)
         self._backend.values.load_schedule_states(states)

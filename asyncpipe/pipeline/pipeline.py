@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -37,6 +39,7 @@ from asyncpipe.pipeline.profiling import resolve_auto, resolve_workers
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
+from asyncpipe.pipeline.saving import NO_STATE, Resumable, SaveFormat, Saves
 from asyncpipe.pipeline.stage_groups import check_ordered, ranks_of
 from asyncpipe.pipeline.stages_here import StagesHere
 from asyncpipe.pipeline.step import PreparedStep
@@ -101,7 +104,8 @@ class Pipeline(ModelProxy):
         if arguments.feed is not None:
             stages.check_feed()
         tenancy = Tenancy(pool, self.devices, tenant, own=arguments.pool is None, stages=remote)
-        super().__init__(parts, tenancy, Feeding(parts, tenancy, stages, make), stages)
+        feeding = Feeding(parts, tenancy, stages, make)
+        super().__init__(parts, tenancy, feeding, stages, Saves(parts, tenancy, feeding, stages))
 
     # Steps
 
@@ -177,6 +181,47 @@ class Pipeline(ModelProxy):
         """Why training steps of ``steps`` would run one by one; ``None`` if they would overlap."""
         return why_alone(self._parts, self._tenancy, self.graph, training=True)
 
+    # Files
+
+    async def save(
+        self,
+        folder: str | PathLike[str],
+        *,
+        state: Mapping[str, Resumable] = NO_STATE,
+        extra: object = None,
+        format: SaveFormat = "safetensors",  # noqa: A002
+        background: bool = False,
+    ) -> asyncio.Future[None]:
+        """Write everything that training goes on from to ``folder``, for ``load`` with any split of the model.
+
+        That is: the model's state, what the pipeline's optimizers remember, the generator of draws, the step count, the
+        states of the objects in ``state`` (``{"loader": loader}``), and ``extra``, of tensors and plain values. The
+        folder is written as a whole: whenever this process is killed, ``load`` finds the former save or the new one.
+
+        ``format``: ``"safetensors"`` has the weights under the unsplit model's names, or what the ``save_pretrained``
+        of a model of transformers or peft writes, and they pass through this process. ``"dcp"`` is torch's distributed
+        checkpoint, with ``model`` and ``optim``, to which each worker writes what it has. The workers need a folder
+        that all of them see.
+
+        Returns when everything is on disk. With ``background``, when everything is copied to host memory: steps may go
+        on, and to await the result is to wait for the end. So do the next save, and closing. Raises ``OptionError`` or
+        ``OverlapError`` before anything is written, and ``OSError``, ``TypeError`` (something in ``state`` or ``extra``
+        is no plain value) or ``WorkerLostError`` when it could not be written.
+        """
+        saving = asyncio.wrap_future(await drive(self._saves.save(folder, state, extra, format, blocking=False)))
+        if not background:
+            await saving
+        return saving
+
+    async def load(self, folder: str | PathLike[str], *, state: Mapping[str, Resumable] = NO_STATE) -> Any:
+        """Go on from what ``save`` has written to ``folder``, and return its ``extra``.
+
+        The pipeline has the same model and kind of optimizer; split, devices, workers, replicas and schedule may
+        differ. The objects in ``state`` get theirs. Raises ``OptionError`` if a file is missing or damaged, and
+        ``StateDictError`` for names or shapes of another model; nothing has changed then.
+        """
+        return await drive(self._saves.load(folder, state, blocking=False))
+
     # Schedule
 
     @property
@@ -250,11 +295,12 @@ class Pipeline(ModelProxy):
 
         A step that begins meanwhile, or a backward of an output, raises ``PipelineClosedError``.
         """
+        await drive(self._saves.ended())
         await drive(self._tenancy.closed())
 
     def sync(self) -> SyncPipeline:
         """The same pipeline for callers without ``await``; it also works where a loop already runs."""
-        return SyncPipeline(self, self._parts, self._tenancy, self._feeding, self._backend)
+        return SyncPipeline(self, self._parts, self._tenancy, self._feeding, self._backend, self._saves)
 
     # Copies
 

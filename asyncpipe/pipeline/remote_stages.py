@@ -20,7 +20,7 @@ from torch import nn
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.schedules.protocol import Schedule
-from asyncpipe.errors import BatchError, EdgeError, OptionError, PipelineClosedError, StateDictError, WorkerLostError
+from asyncpipe.errors import BatchError, EdgeError, OptionError, PipelineClosedError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.ops.device.wire import from_buffers, to_buffers, to_wire
@@ -52,6 +52,7 @@ from asyncpipe.runtime.waits import Waiting
 from asyncpipe.runtime.workers.connection import WorkerConnection
 from asyncpipe.runtime.workers.packed import pack
 from asyncpipe.shared_memory import Place
+from asyncpipe.whole_folder import FolderError
 
 __all__ = ["PreparedWork", "RemoteStages"]
 
@@ -436,18 +437,8 @@ class RemoteStages(StagesHere):
         return state
 
     def load_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        self._check_state(state, strict=strict)
+        self.check_state(state, strict=strict)
         self._call(self._put("states.load_model", state))
-
-    def _check_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        known = self._parts.module.state_dict()
-        if strict and known.keys() != state.keys():
-            missing, more = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
-            raise StateDictError(f"the state lacks {missing} and has unknown {more}; give strict=False to ignore that")
-        for name, value in known.items():
-            shape = getattr(state.get(name), "shape", None)
-            if name in state and shape != getattr(value, "shape", None):
-                raise StateDictError(f"{name!r} has the shape {shape} in the state, and {value.shape} in the model")
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
         return with_whole_states(self._call(self._gathered("states.optimizers")), self._shapes())
@@ -471,12 +462,15 @@ class RemoteStages(StagesHere):
             messages[worker] = pack(Call(self._number, method, (to_buffers(own, "the state"),)))
         await asyncio.gather(*[self._connections[worker].ask(message) for worker, message in messages.items()])
 
-    def copy_stages(self) -> None:
+    def copied_state(self) -> dict[str, Any]:
+        return self.state()
+
+    def copy_stages(self, *, model: bool = True) -> None:
         """Have workers copy the states of all stages. What replicas have alike, the first that is not lost copies.
 
         Raises ``WorkerLostError`` if nobody has some of it any more.
         """
-        self._call(self._copy_stages())
+        self._call(self._copy_stages(model=model))
 
     def who_has_states(self) -> Mapping[str, tuple[list[int], list[int]]] | None:
         """The workers that are not lost, with the stages that they are to copy, and those whose optimizers they are to.
@@ -501,24 +495,34 @@ class RemoteStages(StagesHere):
             if not {*firsts, *updated}.isdisjoint(stages)
         }
 
-    async def _copy_stages(self) -> None:
+    async def _copy_stages(self, *, model: bool) -> None:
         if (found := self.who_has_states()) is None:
             raise next(each.lost for each in self._connections.values() if each.lost is not None)
         self._copied = list(found)
-        asked = [self._connections[name].ask(Call(self._number, "states.copy", both)) for name, both in found.items()]
-        await asyncio.gather(*asked)
+        calls = {
+            name: Call(self._number, "states.copy", (stages if model else [], updated))
+            for name, (stages, updated) in found.items()
+        }
+        await asyncio.gather(*[self._connections[name].ask(call) for name, call in calls.items()])
 
-    def write_copies(self, folder: Path) -> dict[str, str]:
-        """Have each worker write its copies; the SHA-256 of each file, by name. Nobody writes any more when it ends."""
-        answers = self._call(self._ask(self._copied, "states.write_copies", folder, raises=False))
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        if errors:
-            raise errors[0]
-        return {name: sha256 for answer in answers for name, sha256 in answer.items()}
+    def _written(self, folder: Path, *, dcp: bool) -> list[Any]:
+        return self._call(self._write(folder, dcp=dcp))
 
-    def read_stages(self, stored: StoredStages, state: Mapping[str, Any]) -> None:
-        """Have each worker read what it needs. ``state`` is that of the unsplit model in the same files."""
-        self._check_state(state, strict=True)
+    async def _write(self, folder: Path, *, dcp: bool) -> list[Any]:
+        asked = [
+            self._connections[name].ask(Call(self._number, "states.write_copies", (folder, number if dcp else None)))
+            for number, name in enumerate(self._copied)
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for name, answer in zip(self._copied, answers, strict=True):
+            if isinstance(answer, OSError):
+                raise FolderError(f"worker {name} cannot write to {folder}: {answer}") from answer
+            if isinstance(answer, BaseException):
+                raise answer
+        return list(answers)
+
+    def read_stages(self, stored: StoredStages) -> None:
+        """Have each worker read what it needs."""
         self._call(self._ask_all("states.read", stored))
 
     async def _gathered(self, method: str) -> list[dict[str, Any]]:

@@ -9,16 +9,20 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from asyncpipe.core.records.compilations import Compilation
 from asyncpipe.core.schedules.protocol import Schedule
-from asyncpipe.errors import PipelineClosedError
+from asyncpipe.errors import PipelineClosedError, StateDictError
 from asyncpipe.ops.execute.learning_rates import load_schedule_states, schedule_states
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states, with_whole_states
+from asyncpipe.ops.execute.stage_files import StoredStages
+from asyncpipe.ops.model.state_files import copied_to_cpu
 from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.pipeline.stage_states import StageStates
 from asyncpipe.pipeline.step_inputs import CutInputs
 from asyncpipe.runtime.waits import Waiting
 
@@ -43,6 +47,7 @@ class StagesHere:
 
     def __init__(self, parts: PipelineParts) -> None:
         self._parts = parts
+        self._states = StageStates(parts, parts.check_between_steps)
 
     def refuse(self, what: str, instead: str) -> None:
         """Raise ``OptionError`` where ``what`` needs the stages in this process, and they are in workers."""
@@ -102,6 +107,55 @@ class StagesHere:
     def load_schedule_states(self, states: Mapping[str, Any]) -> None:
         """Have all schedules go on from it."""
         load_schedule_states(self._parts.resources.schedules, states)
+
+    def check_schedules(self, states: Mapping[str, Any]) -> None:
+        """Raise ``StateDictError`` if the pipeline has schedules and ``states`` is empty, or the other way round."""
+        if bool(states) != (self._parts.options.lr_schedule is not None):
+            has = "has an lr_schedule and the state has none" if not states else "has no lr_schedule, as the state has"
+            raise StateDictError(f"the pipeline {has}; give lr_schedule= where the state was saved with one")
+
+    def check_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Raise ``StateDictError`` if names or shapes are not those of the unsplit model."""
+        known = self._parts.module.state_dict()
+        if strict and known.keys() != state.keys():
+            missing, more = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+            raise StateDictError(f"the state lacks {missing} and has unknown {more}; give strict=False to ignore that")
+        for name, value in known.items():
+            shape = getattr(state.get(name), "shape", None)
+            if name in state and shape != getattr(value, "shape", None):
+                raise StateDictError(f"{name!r} has the shape {shape} in the state, and {value.shape} in the model")
+
+    # Files
+
+    def copied_state(self) -> dict[str, Any]:
+        """A copy of ``state()`` on the CPU. Between two steps, as is ``copy_stages``."""
+        found: dict[str, Any] = copied_to_cpu(self.state())
+        return found
+
+    def copy_stages(self, *, model: bool = True) -> None:
+        """Copy what the optimizers remember, and with ``model`` its state as well, for ``write_copies``."""
+        stages = range(self._parts.stages_per_row)
+        self._states.copy(stages if model else (), self._parts.stages_with_states)
+
+    def write_copies(self, folder: Path, *, dcp: bool = False) -> dict[str, str]:
+        """Write the copies to files in ``folder``; the SHA-256 of each, by name. Steps may go on meanwhile.
+
+        ``dcp``: in the layout of torch's distributed checkpoint.
+        """
+        parts = self._written(folder, dcp=dcp)
+        if dcp:
+            from asyncpipe.ops.execute.dcp_files import write_dcp_metadata
+
+            return write_dcp_metadata(folder, parts)
+        return {name: sha256 for part in parts for name, sha256 in part.items()}
+
+    def _written(self, folder: Path, *, dcp: bool) -> list[Any]:
+        """What each process has written of the copies. Nobody writes any more when it ends."""
+        return [self._states.write(folder, 0 if dcp else None)]
+
+    def read_stages(self, stored: StoredStages) -> None:
+        """Take over what is in files, whose names and shapes are checked."""
+        self._states.read(stored)
 
 
 class StagesToCome(StagesHere):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
+from concurrent.futures import Future
 from operator import methodcaller
+from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -14,9 +16,11 @@ from asyncpipe.pipeline.feeding import Feeding
 from asyncpipe.pipeline.model_proxy import ModelProxy
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.result import StepResult
+from asyncpipe.pipeline.saving import NO_STATE, Resumable, SaveFormat, Saves
 from asyncpipe.pipeline.stages_here import StagesHere
 from asyncpipe.pipeline.step_inputs import NO_TARGET, StepOptions
 from asyncpipe.pipeline.steps import FEED, StepRun, check_batches, one_step, run_steps_blocking
+from asyncpipe.runtime.portal import block_until_done
 from asyncpipe.runtime.waits import drive_blocking
 
 if TYPE_CHECKING:
@@ -40,9 +44,10 @@ class SyncPipeline(ModelProxy):
         tenancy: Tenancy,
         feeding: Feeding,
         stages: StagesHere,
+        saves: Saves,
     ) -> None:
         """Made by ``Pipeline.sync``."""
-        super().__init__(parts, tenancy, feeding, stages)
+        super().__init__(parts, tenancy, feeding, stages, saves)
         self._pipeline = pipeline
 
     async def __aenter__(self) -> NoReturn:
@@ -88,8 +93,29 @@ class SyncPipeline(ModelProxy):
         step = StepOptions(return_outputs, update, scaler)
         return run_steps_blocking(StepRun(self._parts, self._tenancy, self._feeding, step, ahead), batches)
 
+    def save(
+        self,
+        folder: str | PathLike[str],
+        *,
+        state: Mapping[str, Resumable] = NO_STATE,
+        extra: object = None,
+        format: SaveFormat = "safetensors",  # noqa: A002
+        background: bool = False,
+    ) -> Future[None]:
+        """Write everything that training goes on from, as ``Pipeline.save``; ``result()`` waits for the end."""
+        saving = drive_blocking(self._saves.save(folder, state, extra, format, blocking=True))
+        if not background:
+            block_until_done(saving)
+            saving.result()
+        return saving
+
+    def load(self, folder: str | PathLike[str], *, state: Mapping[str, Resumable] = NO_STATE) -> Any:
+        """Go on from a folder, as ``Pipeline.load``."""
+        return drive_blocking(self._saves.load(folder, state, blocking=True))
+
     def close(self) -> None:
         """Wait for steps under way, then end every thread, as ``Pipeline.aclose``. May be called again."""
+        drive_blocking(self._saves.ended())
         drive_blocking(self._tenancy.closed())
 
     def __getattr__(self, name: str) -> Any:

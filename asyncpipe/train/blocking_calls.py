@@ -14,26 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
-from asyncpipe.ops.device.caller_streams import current_streams
+from asyncpipe.pipeline.blocking import call_on, in_thread
 from asyncpipe.runtime.thread_calls import call_for_future, wait_to_end
 
 __all__ = ["DedicatedThread", "in_thread"]
 
 _T = TypeVar("_T")
-
-
-async def in_thread(function: Callable[[], _T]) -> _T:
-    """``call_for_future(function)`` in a thread of the loop's pool; a cancellation is raised only after it returned.
-
-    The thread has the current streams of the caller: what it queues on a device is in order with what the caller does.
-    """
-    call = partial(_call_on, current_streams(), function)
-    return await wait_to_end(asyncio.get_running_loop().run_in_executor(None, call_for_future, call))
-
-
-def _call_on(streams: Callable[[], AbstractContextManager[None]], function: Callable[[], _T]) -> _T:
-    with streams():
-        return function()
 
 
 class DedicatedThread:
@@ -59,11 +45,11 @@ class DedicatedThread:
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
         """Queue a call; any thread may wait for the result."""
-        return self._executor.submit(call_for_future, partial(_call_on, self._streams, function))
+        return self._executor.submit(call_for_future, partial(call_on, self._streams, function))
 
     def begin(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
         """Queue a call; the loop may wait for the result, or ignore it."""
-        call = partial(_call_on, self._streams, function)
+        call = partial(call_on, self._streams, function)
         future = asyncio.get_running_loop().run_in_executor(self._executor, call_for_future, call)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future

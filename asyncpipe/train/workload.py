@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Generator, Tensor, nn
 
@@ -20,6 +20,7 @@ from asyncpipe.ops.model.flops import FlopCount
 from asyncpipe.ops.model.nested import tensors_of
 from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.pipeline.pipeline import Pipeline
+from asyncpipe.pipeline.saving import Resumable
 
 __all__ = ["Batch", "Forward", "Resumable", "Workload", "sample_count"]
 
@@ -29,16 +30,6 @@ all tensors is the batch."""
 
 Forward = Callable[[Any], Awaitable[Any]]
 """Maps an input to the model's output, through the pipeline in evaluation mode and without gradients."""
-
-
-class Resumable(Protocol):
-    """Anything whose state is saved in snapshots and restored when a run resumes, with PyTorch's usual methods."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nested dicts, lists and tuples of tensors and plain values."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Continue from ``state``, whose tensors are on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -163,7 +163,7 @@ async def test_states_are_whole_and_load_into_any_split(pool, tmp_path):
     async with opened(factory(), pool) as pipe:
         await pipe.step(*batch())
         assert pipe.remote is not None
-        pipe.remote.read_stages(stored, state)
+        pipe.remote.read_stages(stored)
         torch.testing.assert_close((await pipe.step(*batch())).loss, wanted, rtol=1e-10, atol=1e-10)
 
 

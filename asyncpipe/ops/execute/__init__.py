@@ -11,5 +11,6 @@ Imports the other folders of ``asyncpipe.ops`` and ``asyncpipe.core``. Where to 
 - ``gradient_guard``: a failed step leaves the parameters' gradients as they were; ``gradient_turn``: one step's or
   backward's at a time; ``parameter_hooks``: hooks see whole gradients;
 - ``optimizer_states`` and ``stage_files``: what stages and their optimizers have to remember, by name, and in files;
+  ``dcp_files`` in torch's distributed checkpoint;
 - ``instruments``: names of tasks for profilers, samples of memory.
 """

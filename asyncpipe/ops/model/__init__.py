@@ -9,7 +9,7 @@ Imports ``asyncpipe.core``, ``asyncpipe.ops.device``, ``asyncpipe.ops.autograd``
   ``module_image``: modules of which a stage has some children or tensors of its own;
 - ``shipping``: a model as bytes, for a worker that owns some of its stages;
 - ``feed``: mini-batches that are made from the number of a step; ``functions``: functions by name, and seeded draws;
-- ``state_files``: a state in a file, with its checksum;
+- ``state_files``: a state in a file, with its checksum; ``weight_files``: weights in files that others read;
 - ``skips`` and ``skip_layout``: tensors that a layer passes to a later layer, and between which stages they travel;
 - ``input_copies``: copies of what a stage receives, where it overwrites that;
 - ``buffers``: what a recomputation reads of the buffers that forwards change; ``parameter_watch`` refuses forwards that

@@ -29,7 +29,7 @@ from asyncpipe.pipeline.build import PipelineParts, build
 from asyncpipe.pipeline.pool import DevicePool, Tenancy
 from asyncpipe.pipeline.resident.links import Links
 from asyncpipe.pipeline.resident.part_step import PartStep
-from asyncpipe.pipeline.resident.stage_states import StageStates
+from asyncpipe.pipeline.stage_states import StageStates
 from asyncpipe.pipeline.step_inputs import CutInputs, StepWork
 from asyncpipe.pipeline.wire_messages import Flags, LoadPipeline
 from asyncpipe.runtime.part_messages import StartPart

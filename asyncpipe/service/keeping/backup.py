@@ -33,7 +33,7 @@ from asyncpipe.service.store.database import STORE, StoreError, check_store, ope
 from asyncpipe.service.token_roles import TOKENS
 from asyncpipe.train.snapshots.format import FolderError, read_manifest
 from asyncpipe.train.snapshots.resume import snapshots_in
-from asyncpipe.train.snapshots.sync_folder import sync_folder
+from asyncpipe.whole_folder import sync_folder
 
 __all__ = ["BackupError", "BackupSummary", "SnapshotsWanted", "back_up", "restore"]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.store.schema import APPLICATION_ID, SCHEMA, VERSION
-from asyncpipe.train.snapshots.sync_folder import sync_folder
+from asyncpipe.whole_folder import sync_folder
 
 __all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
 

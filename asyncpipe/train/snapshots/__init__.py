@@ -4,7 +4,6 @@
 ``writer.py``             takes snapshots while training continues, and removes the oldest
 ``resume.py``             finds the newest intact snapshot of a folder and restores its states
 ``stages_in_workers.py``  what workers write and read by themselves
-``sync_folder.py``        writes the names of files to the disk
 ``run_state.py``          the state of a run besides its model and optimizer (``run.pt``)
 
 May import from ``asyncpipe.train``, except ``training_loop`` and ``training_run``, which use this folder.

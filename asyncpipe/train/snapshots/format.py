@@ -14,20 +14,14 @@ Where stages live in workers, each writes its own files, and readers put them to
               optimizer-0.pt  …           what each stage's optimizer remembers, by name of the parameter
               optimizer.pt                the rest of its state, and the names of parameters by their numbers
 
-A folder gets the name ``step-N`` by one rename, after all its files are on disk, so it is complete even after a crash.
-The checksums find later damage. Files are read by ``torch.load(weights_only=True)``, here and by anyone else, which
-executes nothing that is pickled in them; a state that it could not load is not written.
+The folder is written as a whole (``whole_folder.py``). Files are read by ``torch.load(weights_only=True)``, here and by
+anyone else, which executes nothing that is pickled in them; a state that it could not load is not written.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
-import os
 import pickle
 import re
-import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,10 +30,20 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from asyncpipe.errors import AsyncpipeError, OptionError
+from asyncpipe.errors import OptionError
 from asyncpipe.ops.execute.optimizer_states import with_whole_states
 from asyncpipe.ops.model.state_files import read_state, write_state
-from asyncpipe.train.snapshots.sync_folder import sync_folder
+from asyncpipe.whole_folder import (
+    MANIFEST,
+    FolderError,
+    check_files,
+    manifest_checksum,
+    needs_intervention,
+    new_folder,
+    read_about,
+    unreadable,
+    write_about,
+)
 
 __all__ = [
     "INCOMPLETE_NAME",
@@ -68,13 +72,8 @@ FILE_NAME = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:-(0|[1-9][0-9]*))?\.pt")
 STATE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 """The allowed names of states; the file of a state is ``NAME.pt``."""
 
-_MANIFEST = "snapshot.json"
 NAMES: Final = "names"
 """The key in ``optimizer.pt`` of the names of parameters by their numbers, where stages have files of their own."""
-
-
-class FolderError(AsyncpipeError, OSError):
-    """A folder of snapshots cannot be used now, for a reason that may pass: no space left, too many open files."""
 
 
 class Manifest(BaseModel):
@@ -133,31 +132,13 @@ def write_snapshot(
     Blocks until everything is on disk. Raises ``OSError``, or ``TypeError`` for a state that could not be loaded
     safely; an incomplete snapshot is then removed.
     """
-    incomplete = final.with_name(f"{final.name}.incomplete")
-    incomplete.mkdir()
-    try:
+    with new_folder(final) as incomplete:
         sums = {f"{name}.pt": write_state(incomplete / f"{name}.pt", state) for name, state in states.items()}
         if write_stages is not None:
             sums.update(write_stages(incomplete))
         form = WHOLE if write_stages is None else BY_STAGE
-        about = manifest.model_copy(update={"format": form, "sha256": sums}).model_dump(mode="json")
-        with (incomplete / _MANIFEST).open("x", encoding="utf-8") as file:
-            json.dump({**about, "checksum": manifest_checksum(about)}, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(incomplete)
-        incomplete.rename(final)
-        sync_folder(final.parent)
-    except BaseException:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        raise
+        write_about(incomplete, manifest.model_copy(update={"format": form, "sha256": sums}).model_dump(mode="json"))
     return final
-
-
-def manifest_checksum(about: Mapping[str, Any]) -> str:
-    """The checksum of a manifest's content, independent of its layout in the file."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 # Reading
@@ -177,14 +158,7 @@ def read_snapshot(path: Path, needed: Iterable[str] = (), *, mapped: bool = Fals
     there = {match[1] for name in manifest.sha256 if (match := FILE_NAME.fullmatch(name))}
     if missing := [f"{name}.pt" for name in needed if name not in there]:
         raise OptionError(f"{path}: has no {', '.join(missing)}")
-    for name, expected in manifest.sha256.items():
-        try:
-            with (path / name).open("rb") as file:
-                intact = hashlib.file_digest(file, "sha256").hexdigest() == expected
-        except OSError as error:
-            raise _unreadable(path, name, error) from error
-        if not intact:
-            raise OptionError(f"{path}: {name} is damaged: its SHA-256 is not the one that it was written with")
+    check_files(path, manifest.sha256)
     files = {name.removesuffix(".pt"): _read_state(path, name, mapped=mapped) for name in manifest.sha256}
     return Snapshot(path, manifest, files if manifest.format == WHOLE else _put_together(path, files, mapped=mapped))
 
@@ -214,36 +188,11 @@ def _put_together(path: Path, files: Mapping[str, Any], *, mapped: bool) -> dict
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the snapshot at ``path``; raises what ``read_snapshot`` raises. Blocks."""
-    try:
-        about = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _unreadable(path, _MANIFEST, error) from error
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"{path}: {_MANIFEST} is damaged: {type(error).__name__}") from error
-    version = about.get("format") if isinstance(about, dict) else None
-    if type(version) is int and version not in (WHOLE, BY_STAGE):
-        problem = f"is written in format {version}, this version of asyncpipe reads formats {WHOLE} and {BY_STAGE}"
-        raise OptionError(f"{path}: {problem}")
-    if not isinstance(about, dict) or about.pop("checksum", None) != manifest_checksum(about):
-        raise OptionError(f"{path}: {_MANIFEST} is damaged: it does not match its checksum")
+    about = read_about(path, (WHOLE, BY_STAGE))
     try:
         return Manifest.model_validate(about)
     except ValidationError as error:
-        raise OptionError(f"{path}: {_MANIFEST} does not describe a snapshot") from error
-
-
-def needs_intervention(error: OSError) -> bool:
-    """Whether ``error`` is about names or permissions, so that it remains until somebody changes them."""
-    return isinstance(
-        error, FileExistsError | FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError
-    )
-
-
-def _unreadable(path: Path, name: str, error: OSError) -> AsyncpipeError:
-    """The error to raise for a file that cannot be read. An I/O error of the disk counts as damage."""
-    problem = f"{path}: {name} cannot be read: {error.strerror}"
-    is_damage = needs_intervention(error) or error.errno == errno.EIO
-    return OptionError(problem) if is_damage else FolderError(problem)
+        raise OptionError(f"{path}: {MANIFEST} does not describe a snapshot") from error
 
 
 def _read_state(path: Path, name: str, *, mapped: bool) -> Any:
@@ -252,7 +201,7 @@ def _read_state(path: Path, name: str, *, mapped: bool) -> Any:
     except MemoryError:
         raise
     except OSError as error:
-        raise _unreadable(path, name, error) from error
+        raise unreadable(path, name, error) from error
     except pickle.UnpicklingError as error:
         # The checksum was right, so somebody has written it like this; what it would execute is refused.
         raise OptionError(f"{path}: {name} is refused: it holds more than tensors and plain values") from error

@@ -45,4 +45,5 @@ class StagesInWorkers:
             stored = StoredStages(model, optimizer[1:])
         else:
             stored = StoredStages(model, (), optimizer[0], self._optimizer.names())
-        self._stages.read_stages(stored, snapshot.states["model"])
+        self._stages.check_state(snapshot.states["model"], strict=True)
+        self._stages.read_stages(stored)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from resume_helpers import Part, make_job, names
 
+import asyncpipe.whole_folder as module
 from asyncpipe.errors import JobFileError
 from asyncpipe.ops.model import state_files
-from asyncpipe.train.snapshots import format as module
 from asyncpipe.train.snapshots.resume import open_folder
 from asyncpipe.train.snapshots.writer import SnapshotWriter
 from asyncpipe.train.training_run import TrainingRun

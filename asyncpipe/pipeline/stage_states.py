@@ -1,4 +1,4 @@
-"""The states of the stages in this worker: given to the controller, taken over from it, and written to files."""
+"""The states of the stages in this process: given to the controller, taken over from it, written to files and read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pickle
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.wire import from_buffers, to_buffers
 from asyncpipe.ops.execute.learning_rates import load_schedule_states, schedule_states
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states
@@ -18,6 +17,10 @@ from asyncpipe.ops.model.sharded import sharded_as, whole
 from asyncpipe.ops.model.shipping import NamedState, state_names
 from asyncpipe.ops.model.state_files import write_state
 from asyncpipe.pipeline.build import PipelineParts
+from asyncpipe.whole_folder import FolderError
+
+if TYPE_CHECKING:
+    from asyncpipe.ops.execute.dcp_files import DcpPart
 
 __all__ = ["StageStates"]
 
@@ -25,7 +28,7 @@ _Given = list[pickle.PickleBuffer] | Awaitable[list[pickle.PickleBuffer]]
 
 
 class StageStates:
-    """Used on the worker's loop. ``Call`` names these methods, and its arguments are theirs."""
+    """In a worker used on its loop. ``Call`` names these methods, and its arguments are theirs."""
 
     def __init__(self, parts: PipelineParts, check_idle: Callable[[], None], rank: int | None = None) -> None:
         """``check_idle`` raises ``PipelineClosedError`` while a step is under way here.
@@ -117,16 +120,36 @@ class StageStates:
         copies = copied_stages(self._parts.staged, stages, optimizers, resources.ties.twins)
         self._copies = {} if self._rank else copies
 
-    async def write_copies(self, folder: Path) -> dict[str, str]:
-        """Write them to files in ``folder``; returns the SHA-256 of each, by name. Steps go on meanwhile."""
+    async def write_copies(self, folder: Path, number: int | None = None) -> dict[str, str] | DcpPart:
+        """As ``write``, while steps go on."""
+        return await asyncio.to_thread(self.write, folder, number)
+
+    def write(self, folder: Path, number: int | None = None) -> dict[str, str] | DcpPart:
+        """Write the copies to files in ``folder``; returns the SHA-256 of each, by name.
+
+        ``number``: write them for torch's distributed checkpoint, as its process of that number. Blocks.
+        """
         copies, self._copies = self._copies, {}
-        return await asyncio.to_thread(_write, folder, copies)
+        if not folder.is_dir():
+            raise FolderError(f"{socket.gethostname()} has no such folder; name one that all hosts share")
+        if number is None:
+            # Each is released when it is written.
+            return {name: write_state(folder / name, copies.pop(name)) for name in tuple(copies)}
+        from asyncpipe.ops.execute.dcp_files import write_dcp_part
+
+        shapes = {name: each.shape for name, each in self._parts.module.named_parameters()}
+        return write_dcp_part(folder, number, copies, shapes)
 
     def read(self, stored: StoredStages) -> None:
         """Take over what concerns the own stages of states in files."""
         names = self._own_names(any_row=True)
         shapes = {name: each.shape for name, each in self._parts.module.named_parameters() if name in names}
-        self._load_model(stored_model(stored, names))
+        found = stored_model(stored, names)
+        # Of a tensor with several names, files may have it under one of them.
+        firsts = {names[name].first: value for name, value in found.items() if name in names}
+        self._load_model(
+            {name: found.get(name, firsts[each.first]) for name, each in names.items() if each.first in firsts}
+        )
         self._load_optimizers(stored_optimizers(stored, shapes))
 
     def _own_names(self, *, any_row: bool = False) -> dict[str, NamedState]:
@@ -134,10 +157,3 @@ class StageStates:
         stages = self._parts.resources.stages
         own = {(stage.position if any_row else stage.index) for stage in stages if not stage.device.is_elsewhere}
         return {name: named for name, named in state_names(self._parts.staged).items() if named.stage in own}
-
-
-def _write(folder: Path, states: dict[str, Any]) -> dict[str, str]:
-    """Write the states, each of which is released when it is written."""
-    if not folder.is_dir():
-        raise OptionError(f"a worker on {socket.gethostname()} has no {folder}; name a folder that all hosts share")
-    return {name: write_state(folder / name, states.pop(name)) for name in tuple(states)}
