@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api free-threaded clean
+.PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding clipping faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api free-threaded clean
 
 train: .venv/installed
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
@@ -47,7 +47,7 @@ CASES ?= 2000
 SEED ?= 1
 CAMPAIGN := $(BIN)/python -m pytest
 
-campaigns: soak differential modules faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api architectures padding
+campaigns: soak differential modules faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api architectures padding clipping
 
 soak: .venv/installed
 	$(BIN)/python -m tests.campaigns soak --minutes $(MINUTES)
@@ -63,6 +63,9 @@ architectures: .venv/installed
 
 padding: .venv/installed
 	$(BIN)/python -m tests.campaigns padding --cases $(CASES) --seed $(SEED)
+
+clipping:
+	$(BIN)/python -m tests.campaigns clipping --cases $(CASES) --seed $(SEED)
 
 faults: .venv/installed
 	$(BIN)/python -m tests.campaigns faults --cases $(CASES) --seed $(SEED)

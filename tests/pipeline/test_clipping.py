@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from asyncpipe import DevicePool, LearningRates, Pipeline, StageFactory
 from asyncpipe.core.kinds import TaskKind
@@ -43,7 +44,7 @@ async def test_norms_rates_and_weights_are_those_of_the_unsplit_model(name):
 async def test_workers_send_numbers(name):
     case = CASES[name]
     case = replace(case, updates=(True,) * 3) if case.ahead is not None else case
-    workers = {f"cpu:{number}": "ab"[number % 2] for number in range(4)}
+    workers = {f"cpu:{number}": "abc"[number % 3] for number in range(4)}
     async with DevicePool(workers=workers) as pool:
         assert not differ(await trained(case, pool=pool), reference(case))
 
@@ -78,14 +79,18 @@ async def test_norms_of_stages_are_those_before_clipping():
 async def test_the_norm_has_the_bits_of_torch_wherever_the_model_is_cut(balance):
     devices = [f"cpu:{stage}" for stage in range(len(balance))]
     async with layers(devices=devices, balance=balance, parameter_groups=decayed, clip_grad_norm=1e-3) as pipe:
-        norm = (await pipe.step(X, TARGET)).gradient_norm
+        norms = [(await pipe.step(X * scale, TARGET)).gradient_norm for scale in range(1, 9)]
         clipped = pipe.state_dict()
     async with layers(optimizer=None) as pipe:
-        await pipe.step(X, TARGET)
-        assert torch.equal(norm, nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3))
-        SGD(pipe.named_parameters(), weight_decay=0).step()
-        same = [torch.equal(value, clipped[name]) for name, value in pipe.state_dict().items() if "bias" in name]
-        assert all(same)
+        biases = [parameter for parameter in pipe.parameters() if parameter.ndim < 2]
+        weights = [parameter for parameter in pipe.parameters() if parameter.ndim > 1]
+        optimizer = SGD([{"params": biases}, {"params": weights, "weight_decay": 0.1}])
+        for scale, norm in enumerate(norms, 1):
+            await pipe.step(X * scale, TARGET)
+            assert torch.equal(norm, nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(map(torch.equal, pipe.state_dict().values(), clipped.values()))
 
 
 async def test_a_norm_that_is_not_finite_makes_weights_nan_as_in_torch():
@@ -99,7 +104,14 @@ async def test_a_norm_that_is_not_finite_makes_weights_nan_as_in_torch():
 @pytest.mark.parametrize("kind", [TaskKind.NORM, TaskKind.UPDATE])
 async def test_a_step_that_fails_behind_a_norm_leaves_earlier_gradients(before_task, kind, undo_updates):
     """The norm of one stage is taken, and its gradients are complete, when the other stage fails."""
-    options = {"undo_updates": undo_updates, "lr_schedule": partial(CosineAnnealingLR, T_max=9)}
+    stepped = threading.Event()
+
+    def halved(step):
+        if step:  # The other stage is updated, and its schedule goes on.
+            stepped.set()
+        return 0.5**step
+
+    options = {"undo_updates": undo_updates, "lr_schedule": partial(LambdaLR, lr_lambda=halved)}
     async with layers(clip_grad_norm=1e-3, **options) as pipe, layers(clip_grad_norm=1e-3, **options) as other:
         for each in (pipe, other):
             await each.step(X, TARGET, update=False)
@@ -107,16 +119,19 @@ async def test_a_step_that_fails_behind_a_norm_leaves_earlier_gradients(before_t
 
         def fail(task):
             if task.kind is kind and task.stage == 0:
+                assert kind is TaskKind.NORM or stepped.wait(30)
                 raise ValueError("no")
 
         before_task(fail)
         with pytest.raises(TaskError):
             await pipe.step(X * 2, TARGET)
         updated = kind is TaskKind.UPDATE and not undo_updates
+        assert pipe.optimizers[1].param_groups[0]["lr"] == (0.25 if updated else 0.5)
+        assert all(map(torch.equal, pipe.state_dict().values(), other.state_dict().values())) is not updated
         after = [parameter.grad for parameter in pipe.parameters()]
         assert all(map(torch.equal, before[:4], after[:4]))
-        if not updated:
-            assert all(a is not None and torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        if kind is TaskKind.NORM:
+            assert all(map(torch.equal, before, after))
             before_task(lambda _: None)
             rates = [(await each.step(X, TARGET)).learning_rate for each in (pipe, other)]
             assert rates == [0.5, 0.5]
