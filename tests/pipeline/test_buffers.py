@@ -14,7 +14,7 @@ import asyncpipe
 from asyncpipe import Pipeline
 from asyncpipe.errors import RecomputeError, SharedParameterError, StageError, TaskError
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 MICROBATCHES = 4
 mse = nn.functional.mse_loss
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from asyncpipe import Arguments, Microbatches, NoChunk
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_evaluation_mode_has_gradients_and_recomputes_nothing(workload, mode):
         assert_equal(got, gradients(bare(x).square().sum(), [x, *bare.parameters()]))
         pipe.train()
         pipe(x).sum().backward()
-        assert len(calls) == 8 + {"always": 4, "except_last": 3, "never": 0}[mode]
+        assert len(calls) == 8 + {"always": 4, "selective": 4, "except_last": 3, "never": 0}[mode]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from asyncpipe.errors import BackwardError
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 mse = nn.functional.mse_loss
 
 

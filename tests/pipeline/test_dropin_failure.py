@@ -28,7 +28,7 @@ from asyncpipe import TaskError, is_recomputing
 from asyncpipe.errors import PipelineClosedError
 from asyncpipe.testing import EmulatedExecutor
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 ERRORS = [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, StopIteration]
 mse = nn.functional.mse_loss
 

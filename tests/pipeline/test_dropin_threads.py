@@ -15,7 +15,7 @@ from asyncpipe import DevicePool, Microbatches, Pipeline, TaskError
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.execute.gradient_guard import GradientGuard
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 mse = nn.functional.mse_loss
 
 

@@ -21,7 +21,7 @@ mse = nn.functional.mse_loss
 DEVICES = ["cpu:0", "cpu:1"]
 X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGET = torch.zeros(8, 6, dtype=torch.float64)
-MODES = ("never", "always", "except_last")
+MODES = ("never", "always", "except_last", "selective")
 
 
 def layers(*more: nn.Module) -> nn.Sequential:

@@ -14,7 +14,7 @@ from asyncpipe import Pipeline
 from asyncpipe.errors import RecomputeError, TaskError
 from asyncpipe.testing import InlineExecutor
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 mse = nn.functional.mse_loss
 
 

@@ -12,7 +12,7 @@ from asyncpipe import Arguments, Microbatches, NoChunk, Pipeline, TaskError
 from asyncpipe.errors import LossError
 
 mse = nn.functional.mse_loss
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

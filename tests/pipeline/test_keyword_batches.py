@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from asyncpipe import Arguments, Pipeline, trace
 from asyncpipe.errors import PaddedLabelsWarning
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 WORDS = 7
 
 

@@ -20,7 +20,7 @@ from asyncpipe import Pipeline, TaskError
 from asyncpipe.core.schedules.protocol import Action, F, I, OrderedSchedule, Shape, W
 from asyncpipe.testing import InlineExecutor
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 mse = nn.functional.mse_loss
 
 

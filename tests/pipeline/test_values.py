@@ -14,7 +14,7 @@ from asyncpipe import NoChunk, Pipeline, TaskError
 from asyncpipe.errors import BatchError, StageError
 from asyncpipe.ops.autograd.checkpoint import is_recomputing
 
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 mse = nn.functional.mse_loss
 
 

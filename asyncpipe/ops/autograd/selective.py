@@ -31,7 +31,8 @@ _KEPT = frozenset(
     "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward _efficient_attention_forward".split()
 )
 """Operators of torch by name."""
-_MUTATED = "cached during selective activation checkpoint has been mutated"
+_UNFIT = ("cached during selective activation", "encountered during backward", "TorchScript interpreter")
+"""In errors of torch where what is kept cannot be handed out. TorchScript loses the message."""
 
 
 class SelectiveRuns:
@@ -61,11 +62,12 @@ def _handing_out(kept: AbstractContextManager[Any]) -> Iterator[None]:
         with kept:
             yield
     except RuntimeError as error:
-        if _MUTATED not in str(error):
+        if not any(text in str(error) for text in _UNFIT):
             raise
         raise RecomputeError(
-            "a stage overwrites in place what a product has made, which checkpoint='selective' has kept; use an "
-            "operation that is not in place there, or checkpoint='always'"
+            "what checkpoint='selective' has kept of a stage cannot be used again: what a product has made was "
+            "overwritten in place, or other operators run the second time; use operations that are not in place, or "
+            "checkpoint='always'"
         ) from error
 
 

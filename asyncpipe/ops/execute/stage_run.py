@@ -152,7 +152,11 @@ class StageRun:
         if self._setup.is_plain or self._selective is None:
             return self._computed_by(call, tensors, given)
         with self._selective.run():
-            return self._computed_by(call, tensors, given)
+            flat = self._computed_by(call, tensors, given)
+        if CALLER in self.packets and is_checkpointing():
+            # The caller may overwrite what it gets, and a product's output is kept for the second run.
+            flat = [each if each.grad_fn is None else each.clone() for each in flat]
+        return flat
 
     def _computed_by(self, call: _Call, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
         setup, stage = self._setup, self._setup.stage

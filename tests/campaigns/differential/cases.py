@@ -17,7 +17,7 @@ from tests.campaigns.models.pieces import KINDS, TO_VECTOR
 FACES = ("step", "sync step", "call", "gpipe", "pipe", "trace", "trace call")
 CALLS = ("call", "gpipe", "pipe", "trace call")
 """The faces where the loss is the caller's."""
-MODES = ("always", "except_last", "never")
+MODES = ("always", "except_last", "selective", "never")
 ONE_STAGE_A_DEVICE = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 LOOPS = ("interleaved", "looped-bfs", "interleaved-zb", "backward-first")
 VS = ("zbv", "v-half", "v-min", "dualpipev", "hanayo")

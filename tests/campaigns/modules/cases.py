@@ -28,7 +28,7 @@ MICROBATCHES = 3
 FACES = ("step", "call", "gpipe")
 """``Pipeline.step``; ``pipe(x)`` with the caller's backward; the same by torchgpipe's class."""
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
-MODES = ("never", "except_last", "always")
+MODES = ("never", "except_last", "selective", "always")
 CELLS = [cell for cell in product(FACES, SCHEDULES, MODES) if cell[0] != "gpipe" or cell[1] == "gpipe"]
 DTYPES = (torch.float64, torch.complex128)
 SAMPLED = 1_000_000
