@@ -168,10 +168,31 @@ def test_models_of_transformers_choose_as_well(name: str, choice: dict[str, Any]
     assert all(map(torch.equal, *grads))
 
 
-def test_what_a_product_has_made_must_not_be_overwritten() -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)).double()
+class LastState(nn.Module):
+    """A cell of a recurrent network, which overwrites its gates, and torch does not see it."""
+
+    def __init__(self, cell: type[nn.Module]) -> None:
+        super().__init__()
+        self.cell = cell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x.flatten(0, 1))
+        return (state[0] if isinstance(state, tuple) else state).view_as(x)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)],
+        [LastState(nn.GRUCell), nn.Tanh()],
+        [LastState(nn.LSTMCell), nn.Tanh()],
+    ],
+    ids=["product", "gru", "lstm"],
+)
+def test_what_is_kept_must_not_be_overwritten(layers: list[nn.Module]) -> None:
+    stages = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, WIDTH)).double()
     with pytest.raises(TaskError) as caught:
-        trained(layers, checkpoint="selective", balance=[2, 1])
+        trained(stages, checkpoint="selective", balance=[1, 3])
     assert isinstance(caught.value.__cause__, RecomputeError)
     assert "checkpoint='always'" in str(caught.value)
 

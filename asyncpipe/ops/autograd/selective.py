@@ -12,15 +12,17 @@ arXiv 2205.05198), and the mechanism is torch's ``create_selective_checkpoint_co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from asyncpipe.errors import RecomputeError
 from asyncpipe.ops.autograd.checkpoint import is_checkpointing, is_recomputing, may_recompute_again
+from asyncpipe.ops.torch_internals import storage_id, tree_leaves
 
 __all__ = ["SelectiveRuns", "is_product"]
 
@@ -31,48 +33,64 @@ _KEPT = frozenset(
     "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward _efficient_attention_forward".split()
 )
 """Operators of torch by name."""
-_UNFIT = ("cached during selective activation", "encountered during backward", "TorchScript interpreter")
-"""In errors of torch where what is kept cannot be handed out. TorchScript loses the message."""
+_UNFIT = (
+    *("cached during selective activation", "encountered during backward", "TorchScript interpreter"),
+    "leaf Variable that requires grad is being used in an in-place operation",
+)
+"""In errors of torch where what is kept cannot be handed out, or not be made. TorchScript loses the message."""
+_MESSAGE = (
+    "checkpoint='selective' cannot keep what products of this stage have made: that, or what the stage receives, is "
+    "overwritten in place (as cells of LSTMs and GRUs do), or other operators run the second time; use operations that "
+    "are not in place, or checkpoint='always'"
+)
 
 
 class SelectiveRuns:
-    """Contexts for the runs of one forward: the first keeps what ``_KEPT`` names, the second is handed that."""
+    """Contexts for the runs of one forward: the first keeps what ``is_product`` names, the second is handed that."""
 
     def __init__(self) -> None:
         self._second: AbstractContextManager[Any] | None = None
 
-    def run(self) -> AbstractContextManager[object]:
-        """For the run in which this thread is."""
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """For the run in which this thread is. Raises ``RecomputeError`` for a stage that this is not right for."""
+        second, inside = self._second, ExitStack()
         if is_checkpointing():
             # With a graph, which is dropped: attention computes what its backward needs only for one.
-            first, self._second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-            stack = ExitStack()
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(first)
-            return stack
-        if is_recomputing() and self._second is not None and not may_recompute_again():
-            second, self._second = self._second, None
-            return _handing_out(second)
-        return nullcontext()
-
-
-@contextmanager
-def _handing_out(kept: AbstractContextManager[Any]) -> Iterator[None]:
-    try:
-        with kept:
-            yield
-    except RuntimeError as error:
-        if not any(text in str(error) for text in _UNFIT):
+            inside.enter_context(torch.enable_grad())
+            policy = _Policy()
+            first, self._second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+            inside.enter_context(first)
+        elif is_recomputing() and second is not None and not may_recompute_again():
+            self._second = None
+            inside.enter_context(second)
+        try:
+            with inside:
+                yield
+        except RuntimeError as error:
+            if not isinstance(error, RecomputeError) and any(text in str(error) for text in _UNFIT):
+                raise RecomputeError(_MESSAGE) from error
             raise
-        raise RecomputeError(
-            "what checkpoint='selective' has kept of a stage cannot be used again: what a product has made was "
-            "overwritten in place, or other operators run the second time; use operations that are not in place, or "
-            "checkpoint='always'"
-        ) from error
 
 
-def _policy(_context: object, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_product(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+class _Policy:
+    """What torch asks about each operator of a first run."""
+
+    def __init__(self) -> None:
+        self._kept: set[int] = set()
+        """The memory of what is kept."""
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **_: object) -> CheckpointPolicy:
+        if is_product(operator):
+            self._kept.update(storage_id(made) for made in tree_leaves(context.op_output) if isinstance(made, Tensor))
+            return CheckpointPolicy.MUST_SAVE
+        if operator in _UNWATCHED and storage_id(args[0]) in self._kept:
+            raise RecomputeError(_MESSAGE)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_UNWATCHED = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default)
+"""Operators whose outputs are the memory of their input, and may be overwritten without a trace."""
 
 
 @cache
