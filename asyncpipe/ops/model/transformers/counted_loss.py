@@ -234,6 +234,8 @@ def check_loss(module: nn.Module, loss: CountedLoss, batch: Any) -> CountedLoss:
         return loss
     kinds = ("causal", "tokens") if loss.kind in ("causal", "tokens") else (loss.kind,)
     found = [replace(loss, kind=kind) for kind in kinds]
+    # A dispatched model has returned them on another device than it was given the labels on.
+    labels = labels.to(_scores(output).device) if isinstance(labels, Tensor) else labels
     means = [each(output, labels) for each in found]
     apart = [abs(float(mean[0] if isinstance(mean, tuple) else mean) - wanted) for mean in means]
     tolerance = 1e-4 if _scores(output).dtype in (torch.float32, torch.float64) else 1e-2
