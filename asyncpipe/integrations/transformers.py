@@ -182,16 +182,16 @@ class PipelineTraining(_Base):  # type: ignore[misc]
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         each = max(1, self.pipe.microbatches // len(batches))
-        pieces = [piece for batch in batches for piece in cut(keywords(batch), each).pieces]
+        pieces = [piece for batch in batches for piece in _pieces(batch, each)]
         # Draws of a step follow from its number, so a run that resumes repeats them, and the order of the samples,
         # which torch's own generator decides, is that of a trainer without a pipeline.
         self._draws.manual_seed(self.args.seed * 1_000_003 + self.state.global_step)
         with self.accelerator.autocast():
             result = self.pipe.step(
-                batches[0] if len(batches) == 1 else Microbatches(pieces),
+                Microbatches(pieces),
                 return_outputs=False,
                 scaler=self.accelerator.scaler,
-                num_items_in_batch=None if "loss_fn" in self._options else num_items_in_batch,
+                num_items_in_batch=self._items(num_items_in_batch),
             )
         assert result.loss is not None
         return result.loss.to(self.args.device)
@@ -200,10 +200,20 @@ class PipelineTraining(_Base):  # type: ignore[misc]
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         """The loss of a mini-batch by forwards alone, and the model's output; gradients are made by training_step."""
+        is_row = _samples(inputs) == 1
         with torch.no_grad(), self.accelerator.autocast():
-            result = self.pipe.step(inputs, return_outputs=return_outputs and self._keeps_outputs)
+            result = self.pipe.step(
+                Microbatches([dict(inputs)]) if is_row else inputs,
+                return_outputs=return_outputs and self._keeps_outputs,
+                num_items_in_batch=self._items(num_items_in_batch),
+            )
         loss = None if result.loss is None else result.loss.to(self.args.device)
-        return (loss, result.outputs or {}) if return_outputs else loss
+        outputs = result.outputs[0] if is_row and result.outputs else result.outputs
+        return (loss, outputs or {}) if return_outputs else loss
+
+    def _items(self, given: Tensor | int | None) -> Tensor | int | None:
+        """What the labels are counted as; the caller's own loss counts its own."""
+        return None if "loss_fn" in self._options else given
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """As Trainer's, by the pipeline in the place of the model."""
@@ -216,6 +226,15 @@ class PipelineTrainer(PipelineTraining, Trainer):  # type: ignore[misc]
 
     Everything else is as in ``Trainer``; ``PipelineTraining`` says what ``pipeline`` takes.
     """
+
+
+def _samples(batch: Mapping[str, Any]) -> int:
+    return next(len(value) for value in batch.values() if isinstance(value, Tensor))
+
+
+def _pieces(batch: Mapping[str, Any], count: int) -> list[Any]:
+    """A mini-batch cut into micro-batches. One row is not: packed sequences have their lengths beside it."""
+    return [dict(batch)] if _samples(batch) == 1 else cut(keywords(batch), count).pieces
 
 
 def token_loss(output: Any, labels: Tensor, *, shift: bool, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ def _token_sums(logits: Tensor, labels: Tensor) -> Tensor:
     with torch.no_grad():
         labels = labels[..., 1:]
         counted = labels != -100
-        logits, labels = logits[..., :-1, :][counted], labels[counted]
+        logits, labels = logits[..., :-1, :][counted].float(), labels[counted]
         entropy = entropy_from_logits(logits).sum() if len(labels) else logits.new_zeros(())
         sums = (entropy, (logits.argmax(-1) == labels).sum(), counted.sum())
         return torch.stack([each.double() for each in sums])
