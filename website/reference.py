@@ -30,6 +30,9 @@ WHOLE = (
 PLUG_INS = (
     "core.records.step_record.FailureCounter",
     "core.records.worker_notes.WorkerWatcher",
+    "integrations.transformers.PipelineTrainer",
+    "integrations.transformers.PipelineTraining",
+    "integrations.trl.PipelineSFTTrainer",
     "observe.mlflow.MLflowObserver",
     "observe.otel.StepSpans",
     "observe.scalars.ScalarObserver",

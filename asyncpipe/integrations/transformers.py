@@ -66,8 +66,6 @@ class PipelineTraining(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         for reason in self.unfit():
             raise OptionError(f"{type(self).__name__}: {reason}")
-        # The pipeline counts labels, whatever the model's forward takes.
-        self.model_accepts_loss_kwargs = True
 
     def unfit(self) -> list[str]:
         """What a pipeline does not do as the trainer is told, with what to do instead."""
@@ -94,6 +92,10 @@ class PipelineTraining(_Base):  # type: ignore[misc]
             ),
             f"optim={args.optim!s} updates inside the backward; choose an optimizer that has a step": "lomo"
             in str(args.optim).lower(),
+            "config.ctc_loss_reduction='sum' would add up accumulated mini-batches, which the trainer divides by their "
+            "number; set it to 'mean'": self._kind == "ctc"
+            and args.gradient_accumulation_steps > 1
+            and self.model.config.ctc_loss_reduction == "sum",
             "the optimizer is the trainer's; leave optimizer= out of pipeline": "optimizer" in options,
             "the trainer clips and uses gradients in this process, and those of workers stay there; leave workers= out "
             "of pipeline, or train with the pipeline's own loop": options.get("workers", "threads") != "threads",
@@ -131,9 +133,13 @@ class PipelineTraining(_Base):  # type: ignore[misc]
         """The trainer's loss, where it is not the model's."""
         if self.label_smoother is None:
             return None
+        return partial(token_loss, shift=self._kind == "causal", smoothing=self.label_smoother.epsilon)
+
+    @property
+    def _kind(self) -> str:
+        """How the model computes its loss."""
         model: Any = self.model
-        kind = loss_kind(model.get_base_model() if hasattr(model, "get_base_model") else model)
-        return partial(token_loss, shift=kind == "causal", smoothing=self.label_smoother.epsilon)
+        return loss_kind(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
     def _example(self) -> Any:
         """A batch of the first samples, without a draw from the generators that training uses."""
@@ -212,8 +218,8 @@ class PipelineTraining(_Base):  # type: ignore[misc]
         return (loss, outputs or {}) if return_outputs else loss
 
     def _items(self, given: Tensor | int | None) -> Tensor | int | None:
-        """What the labels are counted as; the caller's own loss counts its own."""
-        return None if "loss_fn" in self._options else given
+        """What the labels are counted as; some losses count their own."""
+        return None if self._kind == "ctc" or "loss_fn" in self._options else given
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """As Trainer's, by the pipeline in the place of the model."""

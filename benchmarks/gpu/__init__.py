@@ -19,6 +19,7 @@ listed as not run. Nothing is needed but the checkout and what ``pip install asy
     graphs.py           compiled stages and CUDA graphs
     memory.py           memory, against the planner's
     training.py         whole models against plain torch
+    language.py         a model with a device_map
     page.py             the page
 
 A check that expects a number of a GPU says in its docstring where the number comes from. To add one: a function with
@@ -53,7 +54,7 @@ MODULES = tuple(
     f"benchmarks.gpu.{name}"
     for name in (
         *("environment", "cuda_tests", "values", "faults", "tasks", "overlap", "between_workers", "graphs", "memory"),
-        "training",
+        *("training", "language"),
     )
 )
 ORDER = """
@@ -62,7 +63,7 @@ ORDER = """
     memory_by_plan journal_clocks counted_loss cpu_stage_inputs cpu_normalizer replayed_draws
     draws_beside_checkpoint dropin_streams dropin_warnings sticky_error hung_kernel stage_graphs callers_graphs
     cuda_tests gpt2_small threads_or_processes auto_workers compile_seconds copy_overlap memory_growth two_jobs
-    compiled_stages unet_small unet_throughput unet_parameters
+    compiled_stages device_map unet_small unet_throughput unet_parameters
 """.split()
 """Cheap and decisive first."""
 MINUTES = 9.0
