@@ -35,6 +35,6 @@ def collator() -> Any:
 
 def batches(steps: int) -> list[Any]:
     """So many batches of 8 samples."""
-    loader = DataLoader(samples(), batch_size=8, collate_fn=collator())
-    found = list(loader)
+    data: Any = samples()
+    found = list(DataLoader(data, batch_size=8, collate_fn=collator()))
     return [found[step % len(found)] for step in range(steps)]
