@@ -16,6 +16,7 @@ from asyncpipe.ops.torch_internals import parse_to
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.call import call
 from asyncpipe.pipeline.feeding import Feeding
+from asyncpipe.pipeline.generate import Generation
 from asyncpipe.pipeline.pool import Tenancy
 from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.saving import Saves
@@ -57,6 +58,10 @@ class ModelProxy:
         """
         self._backend.refuse("pipe(x), whose loss and backward are the caller's,", OPTIMIZER)
         return call(self._parts, self._tenancy, Arguments(args, kwargs))
+
+    def _generation(self, inputs: Any, options: Mapping[str, Any]) -> Generation:
+        self._backend.refuse("generate, whose caches are in the stages,", "load what save_pretrained() has written")
+        return Generation(self._parts, self, inputs, options)
 
     @property
     def steps_done(self) -> int:

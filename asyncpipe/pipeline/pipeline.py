@@ -176,6 +176,27 @@ class Pipeline(ModelProxy):
         step = StepOptions(return_outputs, update, scaler)
         return run_steps(StepRun(self._parts, self._tenancy, self._feeding, step, ahead), batches)
 
+    async def generate(self, inputs: Any, **options: Any) -> Tensor:
+        """Tokens that the model generates, as its own ``generate`` returns them: ``await pipe.generate(batch)``.
+
+        ``inputs`` are token ids or a tokenizer's batch, padded at the left; ``options`` are those of transformers'
+        ``generate`` (greedy, sampling, beams), which does all but the forwards. These run in the stages, which keep
+        the caches of their layers; micro-batches of requests fill them. The result is padded at the right. In
+        evaluation mode, which is left as it was found. Sampling draws from torch's default generator, for one
+        micro-batch after the other: of a single one, the same tokens as the model's own.
+
+        Raises ``OptionError`` where the stages are in workers, compiled or traced, or have replicas. A cancellation
+        ends the call before the next token.
+        """
+        generation = self._generation(inputs, options)
+        tokens = asyncio.ensure_future(asyncio.to_thread(generation.elsewhere))
+        try:
+            return await asyncio.shield(tokens)
+        except asyncio.CancelledError:
+            generation.cancel()
+            await asyncio.wait([tokens])
+            raise
+
     @property
     def why_steps_wait(self) -> str | None:
         """Why training steps of ``steps`` would run one by one; ``None`` if they would overlap."""

@@ -113,6 +113,10 @@ class SyncPipeline(ModelProxy):
         """Go on from a folder, as ``Pipeline.load``."""
         return drive_blocking(self._saves.load(folder, state, blocking=True))
 
+    def generate(self, inputs: Any, **options: Any) -> Tensor:
+        """Tokens that the model generates, as ``Pipeline.generate``; blocks."""
+        return self._generation(inputs, options).tokens()
+
     def close(self) -> None:
         """Wait for steps under way, then end every thread, as ``Pipeline.aclose``. May be called again."""
         drive_blocking(self._saves.ended())

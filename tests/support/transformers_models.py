@@ -28,7 +28,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    **{name: {**_SIZES, **_DECODER} for name in ("Llama", "Mistral", "Gemma", "Qwen2", "Qwen3")},
+    **{name: {**_SIZES, **_DECODER} for name in ("Llama", "Mistral", "Gemma2", "Gemma", "Qwen2", "Qwen3")},
     **{name: {**_SIZES, **_BERT} for name in ("Bert", "Roberta")},
     "ViT": {**_SIZES, **_NO_DROPOUT, "image_size": 8, "patch_size": 4},
     "T5": {

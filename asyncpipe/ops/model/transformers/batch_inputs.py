@@ -14,6 +14,7 @@ from torch import nn
 
 from asyncpipe.errors import BatchError
 from asyncpipe.ops.model.microbatch import Arguments
+from asyncpipe.ops.model.transformers.generation import TURN
 from asyncpipe.ops.model.transformers.layer_run import LayerRange
 
 __all__ = ["LABELS", "BatchInputs", "label_names", "model_inputs", "stage_inputs"]
@@ -44,7 +45,9 @@ class BatchInputs:
 
     def __call__(self, arguments: Arguments) -> dict[int, Any]:
         """Raises ``BatchError`` for arguments that the model does not take, or that a pipeline cannot follow."""
-        inputs = model_inputs(self.model, arguments, has_loss=self.has_loss)
+        # What ``generate`` gives is what the model takes.
+        generates = TURN in arguments.kwargs
+        inputs = arguments.kwargs if generates else model_inputs(self.model, arguments, has_loss=self.has_loss)
         taken: dict[int, Any] = {}
         for stage, dropped in enumerate(self.dropped):
             mine = {name: value for name, value in inputs.items() if name not in dropped}

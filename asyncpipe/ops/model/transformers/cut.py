@@ -113,7 +113,8 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
         images: list[Image] = []
         runs = [LayerRun(known.model, known.trunks, each, images, splits_head=splits_head) for each in ranges]
         refuse_hooked_images(images, known.model)
-        modules.append(LayerStage(runs, images, ends, splits_head=splits_head and number == last))
+        splits_here = splits_head and number == last
+        modules.append(LayerStage(runs, images, ends, splits_head=splits_here, has_pair=pair))
 
     caller_values = stage_inputs(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
     join = _JoinUnits(known, tuple(balance))

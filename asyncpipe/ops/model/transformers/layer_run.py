@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from asyncpipe.ops.model.transformers.families import Trunk
+from asyncpipe.ops.model.transformers.generation import Turn
 from asyncpipe.ops.model.transformers.image import Image, make_image
 from asyncpipe.ops.model.transformers.stand_ins import (
     EmbeddingStandIn,
@@ -51,12 +52,13 @@ class LayerRun(nn.Module):
     ) -> None:
         """``splits_head``: whether heads can be called apart from the trunk."""
         super().__init__()
-        self.has_last = layers.has_last
+        self.has_first, self.has_last = layers.has_first, layers.has_last
         self.is_decoder = layers.trunk == 1
         self.has_heads = layers.has_last and layers.trunk == len(trunks) - 1
         trunk = trunks[layers.trunk]
         self._handed = Handed()
         self._embeds = not layers.has_first
+        self._layers = range(layers.begin, layers.end)
         self._kept = layers.end > layers.begin
         parts: dict[str, nn.Module | None] = _replaced(trunk, layers, self._handed)
         self._gate = ""
@@ -83,14 +85,26 @@ class LayerRun(nn.Module):
         self._dropped = {"encoder_attention_mask"} - accepted.keys()
 
     def forward(
-        self, given: Mapping[str, Any], received: Any, encoded: Any, *, is_apart: bool = False
+        self,
+        given: Mapping[str, Any],
+        received: Any,
+        encoded: Any,
+        *,
+        is_apart: bool = False,
+        turn: Turn | None = None,
     ) -> tuple[Any, Any]:
         """What the image returns, and what its last layer has returned, from the caller's arguments.
 
         ``received``: what the layer before has returned. ``encoded``: the hidden states of the encoder. ``is_apart``:
         whether the heads, if it has them, are called later: ``logits`` takes what is then returned in their place.
+        ``turn`` if tokens are generated.
         """
-        arguments = self._names(given)
+        arguments = self._names(given) | self._fixed
+        if turn is not None:
+            if not self.has_heads:
+                arguments.pop("logits_to_keep", None)
+            if turn.cache is not None:
+                arguments |= {"past_key_values": turn.view(self._layers), "use_cache": True}
         for name in self._dropped:
             arguments.pop(name, None)
         handed = self._handed
@@ -102,11 +116,14 @@ class LayerRun(nn.Module):
         if encoded is not None and self.is_decoder:
             arguments.update({"encoder_outputs": (encoded,)} if self.has_heads else {"encoder_hidden_states": encoded})
         try:
-            output = self.image(**arguments, **self._fixed)
+            output = self.image(**arguments)
             if is_apart:
-                call = type(handed.trunk), {**arguments, **self._fixed}
-                return {"hidden": handed.trunk[0], "head": self, "call": call}, None
-            return output, handed.sent if self._kept else output[0]
+                return {"hidden": handed.trunk[0], "head": self, "call": (type(handed.trunk), arguments)}, None
+            sent = handed.sent if self._kept else output[0]
+            # Where the heads are and nothing was received, all layers are the stage's own.
+            if turn is not None and turn.cache is not None and not (self.has_heads and received is None):
+                turn.seen(self._layers, hidden_of(sent if received is None else received))
+            return output, sent
         finally:
             handed.received, handed.sent = before
             handed.is_apart, handed.trunk = False, None
