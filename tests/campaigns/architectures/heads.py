@@ -157,12 +157,14 @@ def _work(run: Run) -> None:
 
     run.tell, run.add = note, keep  # type: ignore[method-assign]
     chunks = ([(name, cell) for cell in cells] for name in run.while_time(names))
-    run.judge(chunks, lambda chunk: judge_head(chunk[0][0], [cell for _, cell in chunk]), run.options.seconds)
-    trained = [f"{name} {layout}" for name, cells in rows.items() for layout in LAYOUTS if _trains(cells, layout)]
-    if run.options.trained:
-        Path(run.options.trained).write_text("\n".join(trained) + "\n", encoding="utf-8")
-    before = Path(run.options.before).read_text(encoding="utf-8").splitlines() if run.options.before else None
-    run.report.tables += [*_counts(trained, before, len(rows)), *_table(rows, how)]
+    try:
+        run.judge(chunks, lambda chunk: judge_head(chunk[0][0], [cell for _, cell in chunk]), run.options.seconds)
+    finally:
+        trained = [f"{name} {layout}" for name, cells in rows.items() for layout in LAYOUTS if _trains(cells, layout)]
+        if run.options.trained:
+            Path(run.options.trained).write_text("\n".join(trained) + "\n", encoding="utf-8")
+        before = Path(run.options.before).read_text(encoding="utf-8").splitlines() if run.options.before else None
+        run.report.tables += [*_counts(trained, before, len(rows)), *_table(rows, how)]
 
 
 def _trains(cells: Sequence[tuple[Cell, Verdict]], layout: str) -> bool:
