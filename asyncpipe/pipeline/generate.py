@@ -25,7 +25,7 @@ from torch.nn import functional
 from asyncpipe.errors import BatchError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, cut, keywords
-from asyncpipe.ops.model.transformers.generation import TURN, Turn
+from asyncpipe.ops.model.transformers.generation import TURN, CacheTurn
 from asyncpipe.ops.model.transformers.layer_stage import LayerStage
 from asyncpipe.pipeline.build import PipelineParts
 
@@ -202,7 +202,7 @@ class _Forward:
 
     def __init__(self, ask: Callable[[dict[str, Any]], Any]) -> None:
         self._ask = ask
-        self._turn = Turn(None)
+        self._turn = CacheTurn(None)
 
     def __call__(self, **inputs: Any) -> Any:
         """The output, with the cache that was given."""
@@ -210,7 +210,7 @@ class _Forward:
         if cache is not self._turn.cache:
             if cache.get_seq_length():
                 raise OptionError("generate goes on with another cache than it began with, which stages do not know")
-            self._turn = Turn(cache)
+            self._turn = CacheTurn(cache)
         encoded = inputs.pop("encoder_outputs", None)
         given = {name: x for name, x in inputs.items() if x is not None and name not in ("use_cache", "return_dict")}
         given |= {TURN: self._turn.number} | ({} if encoded is None else {"encoded": encoded[0]})
@@ -225,5 +225,5 @@ def _encode(ask: Callable[[dict[str, Any]], Any], model: nn.Module, *args: Any, 
 
     given = {str(model.main_input_name): value for value in args} | inputs
     given = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    turn = Turn(None, encodes=True)
+    turn = CacheTurn(None, encodes=True)
     return BaseModelOutput(last_hidden_state=ask(given | {TURN: turn.number})["last_hidden_state"])

@@ -19,16 +19,16 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-__all__ = ["TURN", "Turn"]
+__all__ = ["TURN", "CacheTurn"]
 
 TURN = "asyncpipe_turn"
-"""The name among a micro-batch's arguments under which stages find the number of their ``Turn``."""
+"""The name among a micro-batch's arguments under which stages find the number of their ``CacheTurn``."""
 
-_turns: WeakValueDictionary[int, Turn] = WeakValueDictionary()
+_turns: WeakValueDictionary[int, CacheTurn] = WeakValueDictionary()
 _numbers = count()
 
 
-class Turn:
+class CacheTurn:
     """What the stages are to do for a micro-batch of requests: encode, or go on by some tokens with their caches."""
 
     def __init__(self, cache: Any, *, encodes: bool = False) -> None:
@@ -42,7 +42,7 @@ class Turn:
         _turns[self.number] = self
 
     @staticmethod
-    def of(number: int) -> Turn:
+    def of(number: int) -> CacheTurn:
         """The one of this number: that goes through a pipeline, which takes no objects that have tensors."""
         return _turns[number]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from asyncpipe.ops.model.transformers.families import Trunk
-from asyncpipe.ops.model.transformers.generation import Turn
+from asyncpipe.ops.model.transformers.generation import CacheTurn
 from asyncpipe.ops.model.transformers.image import Image, make_image
 from asyncpipe.ops.model.transformers.stand_ins import (
     EmbeddingStandIn,
@@ -91,7 +91,7 @@ class LayerRun(nn.Module):
         encoded: Any,
         *,
         is_apart: bool = False,
-        turn: Turn | None = None,
+        turn: CacheTurn | None = None,
     ) -> tuple[Any, Any]:
         """What the image returns, and what its last layer has returned, from the caller's arguments.
 

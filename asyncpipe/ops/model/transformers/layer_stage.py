@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.ops.model.stage import CALLER, LOSS, StageModule
-from asyncpipe.ops.model.transformers.generation import TURN, Turn
+from asyncpipe.ops.model.transformers.generation import TURN, CacheTurn
 from asyncpipe.ops.model.transformers.image import Image
 from asyncpipe.ops.model.transformers.layer_run import LayerRun
 
@@ -49,7 +49,7 @@ class LayerStage(StageModule):
     def forward(self, received: Mapping[int, Any]) -> dict[int, Any]:
         """What the last layer has returned, and the hidden states of an encoder; or what the model returns."""
         given: dict[str, Any] = dict(received.get(CALLER, {}))
-        turn: Turn | None = Turn.of(given.pop(TURN)) if TURN in given else None
+        turn: CacheTurn | None = CacheTurn.of(given.pop(TURN)) if TURN in given else None
         brought: dict[str, Any] = {}
         for source in self._links.sources:
             brought.update(received[source])
