@@ -167,7 +167,7 @@ class _Loop:
 
     def end(self) -> None:
         """End the thread, wherever it is."""
-        self._answers.put(_Ended())
+        self._answers.put(_NobodyWaits())
         self._thread.join()
 
     def _ask(self, request: dict[str, Any]) -> Any:
@@ -177,7 +177,7 @@ class _Loop:
 
     def _answered(self) -> Any:
         answer = self._answers.get()
-        if isinstance(answer, _Ended):
+        if isinstance(answer, _NobodyWaits):
             raise answer
         return answer
 
@@ -185,7 +185,7 @@ class _Loop:
         try:
             self._answered()
             self.result = self._function(self._ask)
-        except _Ended:
+        except _NobodyWaits:
             return
         except BaseException as error:  # noqa: BLE001 - raised where the loop is waited for
             self._turns.put(error)
@@ -193,7 +193,7 @@ class _Loop:
             self._turns.put(None)
 
 
-class _Ended(BaseException):
+class _NobodyWaits(BaseException):
     """Nobody waits for the loop any more."""
 
 
