@@ -12,7 +12,7 @@ from os.path import isfile, join
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncpipe.core.graph.lower import CheckpointMode as CheckpointMode
+    from asyncpipe.core.graph.checkpoint_mode import CheckpointMode as CheckpointMode
     from asyncpipe.core.graph.lower import lower as lower
     from asyncpipe.core.kinds import TaskKind as TaskKind
     from asyncpipe.core.policies.policy import LaneView as LaneView
@@ -94,7 +94,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "core.records.step_record": ("Observer", "StepRecord"),
-    "core.graph.lower": ("CheckpointMode", "lower"),
+    "core.graph.checkpoint_mode": ("CheckpointMode",),
+    "core.graph.lower": ("lower",),
     "core.predict.report": ("Report", "report", "reports", "steady_state"),
     "core.schedules.registry": ("find_schedule", "known_schedules"),
     "core.schedules.protocol": (

@@ -33,7 +33,8 @@ from torch import nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import table
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import markdown, seconds_of
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape

@@ -21,7 +21,8 @@ from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.cases import Case, mlp, plain_step
 from asyncpipe.bench.harness import markdown, medians, one_intra_op_thread, rounds, run_on_loop, seconds_of
 from asyncpipe.bench.peers.contestants import CONTESTANTS
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule

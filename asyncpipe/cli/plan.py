@@ -57,7 +57,7 @@ from asyncpipe.cli.arguments import add_command, counts, names
 from asyncpipe.cli.profile import add_measuring, measured
 from asyncpipe.cli.progress import show_phases
 from asyncpipe.cli.tables import columns, table
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.predict.layer_profile import ADAMW_SCALE
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.planner import Placing, Plan, best_of_each, plan

@@ -27,8 +27,9 @@ from asyncpipe.cli.step_options import (
     spelled,
 )
 from asyncpipe.cli.tables import table, terminal_width
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.export import to_dict, to_dot
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.predict.costs import Costs, parse_costs
 from asyncpipe.core.predict.simulate import simulate

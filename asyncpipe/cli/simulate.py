@@ -67,7 +67,8 @@ from asyncpipe.cli.step_options import (
     spelled,
 )
 from asyncpipe.cli.tables import table, terminal_width
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring

@@ -19,7 +19,7 @@ from torch import nn
 
 from asyncpipe.compat.state import place_by_order, rename_layers
 from asyncpipe.core.checks import check_positive
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.errors import ArgumentTypeError, MicrobatchError, MoveError, TaskError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.model.batchnorm import convert_deferred_batch_norm

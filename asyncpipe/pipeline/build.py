@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from asyncpipe.core.compile_option import CompileOption
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task import WHOLE_STEP

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.task import Lane, Queue
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.errors import OptionError, RecomputeError

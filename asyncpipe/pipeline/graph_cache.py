@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.errors import ScheduleError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from asyncpipe.core.checks import check_choice, check_positive
 from asyncpipe.core.compile_option import CompileOption
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.errors import MicrobatchError, OptionError
 from asyncpipe.pipeline.pool_options import PoolOptions

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.compilations import CompiledStage, compiled_stages

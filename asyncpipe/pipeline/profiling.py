@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from asyncpipe.core.checks import check_positive
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.core.predict.balance import check_balance, even_balance

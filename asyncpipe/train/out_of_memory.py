@@ -11,7 +11,8 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.memory import StageMemory, format_bytes, memory_over_time

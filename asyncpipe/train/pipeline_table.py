@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationInfo, field_validator, model_validator
 
 from asyncpipe.core.compile_option import CompileOption
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
 from asyncpipe.core.schedules.registry import could_be_schedule, known_schedules
 from asyncpipe.errors import OptionError

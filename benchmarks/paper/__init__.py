@@ -28,7 +28,8 @@ import torch
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import run_on_loop, table
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.report import report

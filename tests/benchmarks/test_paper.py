@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import critical_path
 from asyncpipe.core.predict.report import report

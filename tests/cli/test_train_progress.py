@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from asyncpipe.cli.progress import LineProgress, LiveProgress, choose_progress, headline, minutes, show_phases
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_notes import StepSize

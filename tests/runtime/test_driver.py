@@ -11,7 +11,8 @@ import pytest
 from driver_helpers import DEVICES, Queued, bind_nothing, open_driver
 
 from asyncpipe.core.engine.events import TaskCompleted
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.policies.share import Share
 from asyncpipe.core.schedules.protocol import Shape

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from invariants import check_scheduler
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.policies.share import Share

@@ -15,7 +15,8 @@ import pytest
 from driver_helpers import Queued, StepStub
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskFailed, TaskIssued
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.part import TaskNames, tasks_by_device
 from asyncpipe.core.hangs.reports import (
     PartReport,

@@ -12,7 +12,8 @@ from driver_helpers import DEVICES, Queued, StepStub, bind_nothing, open_driver
 from invariants import check_scheduler
 
 from asyncpipe.core.engine.events import StepCancelled, TaskCompleted
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task_graph import Phase
 from asyncpipe.core.policies.share import Share

@@ -25,7 +25,8 @@ from asyncpipe.core.engine.events import (
     TaskFailed,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule

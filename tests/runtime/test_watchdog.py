@@ -13,7 +13,8 @@ import pytest
 from driver_helpers import DEVICES, Queued, StepStub, bind_nothing, open_driver
 
 from asyncpipe.core.engine.events import TaskCompleted, TaskDropped, TaskIssued
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import HungTaskError, OptionError, TaskError

@@ -14,7 +14,8 @@ from asyncpipe.core.engine.events import (
     TaskDropped,
     TaskFailed,
 )
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.records.step_record import StepRecord

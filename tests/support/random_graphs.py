@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.schedules.protocol import Action, B, F, HintedSchedule, I, OrderedSchedule, RuledSchedule, Shape, W
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules

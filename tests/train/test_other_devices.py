@@ -10,7 +10,8 @@ from torch import nn
 
 from asyncpipe import pop, skippable, stash
 from asyncpipe.core.engine.events import Outcome
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_notes import StepNotes

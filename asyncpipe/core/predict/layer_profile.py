@@ -26,7 +26,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind
 from asyncpipe.core.predict.balance import check_balance

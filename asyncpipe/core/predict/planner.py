@@ -28,7 +28,8 @@ from math import inf
 from operator import truediv
 from typing import Any, NamedTuple
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.balance import balance_by_speed, check_balance, even_balance

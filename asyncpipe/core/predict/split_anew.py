@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind

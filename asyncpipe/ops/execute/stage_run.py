@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.errors import LossError, StageError
 from asyncpipe.ops.autograd.caller_context import CallerContext

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncpipe.core.graph.lower import CheckpointMode
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.ops.autograd.checkpoint import Recomputation
 from asyncpipe.ops.autograd.split_backward import SplitBackward
 from asyncpipe.ops.device.copies import to_device

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import RandomOrder
 
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.export import to_dict, to_dot
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import WHOLE_STEP, Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind

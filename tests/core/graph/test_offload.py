@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.offload import LEAST_WAIT, check_offload, offloaded
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.kinds import COMPUTE_KINDS, TaskKind

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, random_partition
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.part import BEGINNING, Departure, Part, part
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring

@@ -10,7 +10,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from random_graphs import ORDERED, RandomOrder, random_partition, random_wiring
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.part import BEGINNING, Departure, Part, part
 from asyncpipe.core.graph.rows import Rows
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring

@@ -16,7 +16,8 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.scheduler import SchedulerState
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.graph.task_graph import Phase, Reason, TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind

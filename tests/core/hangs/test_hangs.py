@@ -10,7 +10,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, random_partition
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.part import part
 from asyncpipe.core.graph.programs import programs
 from asyncpipe.core.hangs.reports import (

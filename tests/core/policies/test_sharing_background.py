@@ -8,7 +8,8 @@ import pytest
 from sharing_helpers import ByHand, always, computed, dispatched, graph_of, one_lane, shaken, spans, step_seconds
 
 from asyncpipe.core.engine.events import GateOpened, StepSubmitted, TaskCompleted
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.policies import fair_share
 from asyncpipe.core.policies.share import Share

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import chain
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import Wiring
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.costs import StageCosts

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import chain
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict import planner
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, Profile, ProfiledLayer, SelectiveCosts
 from asyncpipe.core.predict.memory import peak_memory

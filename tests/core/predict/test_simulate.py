@@ -22,7 +22,8 @@ from asyncpipe.core.engine.events import (
     TaskCompleted,
     TaskFailed,
 )
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import RELEASING_KINDS, TaskKind

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind

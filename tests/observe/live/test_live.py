@@ -17,7 +17,8 @@ from aiohttp import ClientSession
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule

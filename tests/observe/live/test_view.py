@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.core.engine.events import Outcome, StepCompleted, StepSubmitted, TaskFailed
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph, Wiring
 from asyncpipe.core.kinds import TaskKind

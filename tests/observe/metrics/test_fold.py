@@ -25,7 +25,8 @@ from asyncpipe.core.engine.events import (
     TaskIssued,
 )
 from asyncpipe.core.engine.lane_use import Taken
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.predict.idle_reasons import stage_idle

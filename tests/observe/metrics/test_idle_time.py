@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.core.engine.events import Outcome, StepSubmitted, TaskCompleted
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.policies.share import Share

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.core.engine.events import Dispatch, Outcome, StepCompleted, StepSubmitted, TaskCompleted, TaskFailed
-from asyncpipe.core.graph.lower import CheckpointMode, lower
+from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
+from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.kinds import TaskKind
