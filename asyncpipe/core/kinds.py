@@ -1,8 +1,9 @@
 """The kinds of tasks: the one table of their letters, names and colours.
 
-A new kind takes a row here, the nodes that ``graph/graph_builder.py`` adds, the computation that ``ops/execute/binder.py``
-binds and, unless it costs nothing in simulations, its cost in ``predict/costs.py``. Pictures, metrics, traces and
-dashboards read this table. "Where does a change belong?" in ARCHITECTURE.md lists what else may tell kinds apart.
+A new kind takes a row here, the nodes that ``graph/graph_builder.py`` adds, the computation that
+``ops/execute/binder.py`` binds and, unless it costs nothing in simulations, its cost in ``predict/costs.py``. Pictures,
+metrics, traces and dashboards read this table. "Where does a change belong?" in ARCHITECTURE.md lists what else may
+tell kinds apart.
 """
 
 from __future__ import annotations

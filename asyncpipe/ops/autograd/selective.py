@@ -58,7 +58,7 @@ class SelectiveRuns:
         if is_checkpointing():
             # With a graph, which is dropped: attention computes what its backward needs only for one.
             inside.enter_context(torch.enable_grad())
-            policy = _Policy()
+            policy = _KeepsProducts()
             first, self._second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
             inside.enter_context(first)
         elif is_recomputing() and second is not None and not may_recompute_again():
@@ -73,7 +73,7 @@ class SelectiveRuns:
             raise
 
 
-class _Policy:
+class _KeepsProducts:
     """What torch asks about each operator of a first run."""
 
     def __init__(self) -> None:
