@@ -104,7 +104,7 @@ class Saves:
         if layout == "safetensors" and find_spec("safetensors") is None:
             raise OptionError("format='safetensors' needs the package safetensors; install it, or give format='dcp'")
         self._tenancy.check_caller(blocking=blocking)
-        final = Path(folder).absolute()
+        final = Path(folder).resolve()
         yield from self._line.acquired(nested=False)
         try:
             write = yield from self._between_steps(self._copied(final, layout, state, extra), blocking=blocking)
@@ -127,7 +127,7 @@ class Saves:
         self._tenancy.check_caller(blocking=blocking)
         yield from self.ended()
         return (
-            yield from self._between_steps(self._loaded(newest_of(Path(folder).absolute()), state), blocking=blocking)
+            yield from self._between_steps(self._loaded(newest_of(Path(folder).resolve()), state), blocking=blocking)
         )
 
     def ended(self) -> Waiting[None]:
@@ -178,11 +178,8 @@ class Saves:
     def _write(self, final: Path, values: StagesHere, state: dict[str, Any] | None, run: dict[str, Any]) -> None:
         """Write what is copied: ``state`` of the model, if it is not among what the ``values`` write."""
         with new_folder(final, replace=True) as folder:
-            if state is None:
-                sums = values.write_copies(folder, dcp=True)
-            else:
-                sums = values.write_copies(folder)
-                written = write_weights(self._parts.module, folder, state)
+            sums = values.write_copies(folder, dcp=state is None)
+            written = set() if state is None else write_weights(self._parts.module, folder, state)
             run["is_adapter"] = (folder / "adapter_config.json").exists()
             run["names"] = self._needed(is_adapter=run["is_adapter"])
             if state is not None:
@@ -196,9 +193,8 @@ class Saves:
                     sync_folder(path)
                 elif (name := path.relative_to(folder).as_posix()) not in sums:
                     sums[name] = file_sum(path, sync=True)
-            layout = "dcp" if state is None else "safetensors"
             versions = {"asyncpipe": __version__, "torch": str(torch.__version__)}
-            write_about(folder, {"format": _FORMAT, "layout": layout, "versions": versions, "sha256": sums})
+            write_about(folder, {"format": _FORMAT, "is_dcp": state is None, "versions": versions, "sha256": sums})
 
     def _needed(self, *, is_adapter: bool) -> list[str]:
         """The names of what a folder must have of the model's state: of one with adapters, what trains and buffers."""
@@ -231,7 +227,7 @@ class Saves:
         check_files(folder, sums)
         weights = [folder / name for name in sorted(sums) if name.endswith(SAFETENSORS) or name == _REST]
         optimizers = [folder / name for name in sums if name.startswith("optimizer-")]
-        stored = StoredStages(weights, optimizers, dcp=folder if about["layout"] == "dcp" else None)
+        stored = StoredStages(weights, optimizers, dcp=folder if about["is_dcp"] else None)
         named = state_names(self._parts.staged)
         try:
             run = read_state(folder / _PIPELINE)
@@ -241,10 +237,8 @@ class Saves:
         if missing := sorted(set(state) - run["state"].keys()):
             raise OptionError(f"{folder}: has no state of {', '.join(missing)}")
         if run["optimizers"] != (self._parts.options.optimizer is not None):
-            which, do = ("its", "give it the same") if run["optimizers"] else ("no", "leave out")
-            raise StateDictError(
-                f"{folder}: is of a pipeline with {which} own optimizers, unlike this one; {do} optimizer="
-            )
+            which = "with" if run["optimizers"] else "without"
+            raise StateDictError(f"{folder}: was saved {which} optimizer=, unlike this pipeline; give it the same")
         self._stages.check_schedules(run["schedules"])
         firsts = {named[name].first: value for name, value in shapes.items()}
         known, needed = self._parts.module.state_dict(), self._needed(is_adapter=run["is_adapter"])
@@ -257,6 +251,8 @@ class Saves:
 
 def _check_replaceable(final: Path) -> None:
     """Raise ``OptionError`` if ``final`` has something that no save has written, and that a new one would remove."""
+    if final.is_file():
+        raise OptionError(f"{final} is a file; name a folder")
     if final.is_dir():
         sums = read_about(final, (_FORMAT,))["sha256"] if (final / MANIFEST).exists() else {}
         known = {MANIFEST, *sums} if _PIPELINE in sums else set()

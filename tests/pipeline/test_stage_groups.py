@@ -14,7 +14,6 @@ from torch import nn
 
 from asyncpipe import DevicePool, Pipeline, StageFactory
 from asyncpipe.errors import OptionError, ScheduleError, TaskError, WorkerLostError
-from asyncpipe.ops.execute.stage_files import StoredStages
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -147,9 +146,8 @@ async def test_states_are_whole_and_load_into_any_split(pool, tmp_path):
     async with opened(factory(), pool) as pipe:
         await pipe.step(*batch())
         state, states = pipe.state_dict(), pipe.optimizer_states()
-        assert pipe.remote is not None
-        pipe.remote.copy_stages()
-        pipe.remote.write_copies(tmp_path)
+        for layout in ("safetensors", "dcp"):
+            await pipe.save(tmp_path / layout, format=layout)
         assert state["0.up.weight"].shape == states["0.up.weight"]["exp_avg"].shape == (2 * WIDTH, WIDTH)
         wanted = (await pipe.step(*batch())).loss
     for made, where, devices in ((factory(), pool, PLACES), (factory(None), None, PLACES[:2])):
@@ -159,12 +157,11 @@ async def test_states_are_whole_and_load_into_any_split(pool, tmp_path):
             pipe.load_optimizer_states(states)
             torch.testing.assert_close((await pipe.step(*batch())).loss, wanted, rtol=1e-10, atol=1e-10)
 
-    stored = StoredStages(*([tmp_path / f"{kind}-{stage}.pt" for stage in range(2)] for kind in ("model", "optimizer")))
-    async with opened(factory(), pool) as pipe:
-        await pipe.step(*batch())
-        assert pipe.remote is not None
-        pipe.remote.read_stages(stored)
-        torch.testing.assert_close((await pipe.step(*batch())).loss, wanted, rtol=1e-10, atol=1e-10)
+    for layout, place in (("safetensors", (factory(), pool)), ("dcp", (factory(), pool)), ("dcp", (factory(None),))):
+        async with opened(*place, **({} if len(place) > 1 else {"devices": PLACES[:2]})) as pipe:
+            await pipe.step(*batch())
+            await pipe.load(tmp_path / layout)
+            torch.testing.assert_close((await pipe.step(*batch())).loss, wanted, rtol=1e-10, atol=1e-10)
 
 
 def make_batch(step):

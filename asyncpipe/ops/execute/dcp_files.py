@@ -110,10 +110,9 @@ def _entries(copies: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch
 
 
 def _whole(path: tuple[str, ...], value: Any) -> _Entry:
-    return (path, value, (0,) * value.dim(), value.shape) if isinstance(value, Tensor) else (path, value, None, _NONE)
-
-
-_NONE = torch.Size()
+    if isinstance(value, Tensor):
+        return path, value, (0,) * value.dim(), value.shape
+    return path, value, None, torch.Size()
 
 
 def _boxes(path: tuple[str, ...], piece: Tensor, start: int, shape: torch.Size) -> Iterator[_Entry]:
