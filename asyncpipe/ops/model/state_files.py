@@ -79,7 +79,7 @@ def copied_to_cpu(value: Any) -> Any:
 def _on_cpu(value: Any, copies: _CopiedTensors) -> Any:
     if isinstance(value, Tensor):
         value = whole(value)
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or not value.data_ptr():  # It has no address to be known by.
             return value.detach().to("cpu", copy=True)
         key = (value.device, value.dtype, value.data_ptr(), value.shape, value.stride())
         if key not in copies:
