@@ -26,7 +26,7 @@ _SWITCHED_OFF = {
     "past_key_values": "a pipeline keeps no cache; use the model itself to generate",
     "output_attentions": "a pipeline's output has the logits alone; call the model itself to look inside",
     "output_hidden_states": "a pipeline's output has the logits alone; call the model itself to look inside",
-    "output_router_logits": "the auxiliary loss of routers is a mean of another kind, which is not counted",
+    "output_router_logits": "set it in the model's config, for the auxiliary loss of routers",
     "num_items_in_batch": "it is an argument of the step: pipe.step(batch, num_items_in_batch=...)",
     "encoder_outputs": "the encoder is part of the pipeline; give input_ids",
     "is_causal": "set it in the model's config",

@@ -20,6 +20,7 @@ from asyncpipe.errors import BatchError, LossError, OptionError
 from asyncpipe.ops.autograd.chunked_sum import chunked_sum
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.transformers.batch_inputs import LABELS, label_names
+from asyncpipe.ops.model.transformers.families import has_router_loss
 
 __all__ = ["CountedLoss", "check_loss", "loss_kind"]
 
@@ -68,6 +69,8 @@ class CountedLoss:
     """What the model calls them."""
     chunk: int = 0
     """The tokens whose logits are made at once, by the loss; 0 if those of all are, by the last stage."""
+    routers: float = 0.0
+    """What the model multiplies the loss of its routers by, which it adds; of each micro-batch by its own tokens."""
     ctc: Mapping[str, Any] | None = None
     """How ``ctc_loss`` is called."""
     frames: Callable[[Tensor], Tensor] | None = None
@@ -80,6 +83,8 @@ class CountedLoss:
         labels = ("bool_masked_pos", "pixel_values") if kind == "patches" else label_names(model)
         problem = None if "NextSentence" in type(model).__name__ else getattr(config, "problem_type", None)
         made = cls(type(model).__name__, kind, getattr(config, "num_labels", 0), problem, labels)
+        if has_router_loss(model):
+            made = replace(made, routers=config.router_aux_loss_coef)
         if kind != "ctc":
             return made
         how = {"blank": config.pad_token_id, "reduction": config.ctc_loss_reduction}
@@ -120,6 +125,11 @@ class CountedLoss:
         """``output`` with the loss, as the model returns it."""
         if not self.kind:
             return output
+        if self.routers:
+            raise BatchError(
+                f"the loss of the routers of {self.name} is that of a micro-batch, and a call makes none; give the "
+                "labels to pipe.step, or leave them out"
+            )
         device = _scores(output).device
         labels = {name: each.to(device) for name, each in target.items()} if isinstance(target, dict) else target
         loss = self(output, labels if isinstance(labels, dict) else labels.to(device))
@@ -148,9 +158,11 @@ class CountedLoss:
         if self.kind == "causal":
             labels = functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
         if "head" in output:
-            return self._in_chunks(output, labels)
-        logits = self._upcast(output["logits"])
-        return _cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+            mean, count = self._in_chunks(output, labels)
+        else:
+            logits = self._upcast(output["logits"])
+            mean, count = _cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+        return mean + self.routers * output["aux_loss"] if self.routers else mean, count
 
     def _upcast(self, logits: Tensor) -> Tensor:
         # As the library does it, so that no sum over a large vocabulary is taken in half precision.

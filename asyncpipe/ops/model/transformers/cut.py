@@ -25,7 +25,7 @@ from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import CALLER, StagedModel
 from asyncpipe.ops.model.transformers.batch_inputs import stage_inputs
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss
-from asyncpipe.ops.model.transformers.families import Trunk, find_trunks, guess_trunks
+from asyncpipe.ops.model.transformers.families import Trunk, find_trunks, guess_trunks, has_router_loss
 from asyncpipe.ops.model.transformers.image import Image
 from asyncpipe.ops.model.transformers.layer_run import LayerRange, LayerRun
 from asyncpipe.ops.model.transformers.layer_stage import LayerStage, StageLinks
@@ -101,6 +101,8 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
     encoder_end = next((j for j, each in enumerate(stages) if each[0].trunk == 0 and each[0].has_last), last)
     pair = len(known.trunks) > 1
     splits_head = known.loss is not None and known.loss.chunk > 0
+    routed = has_router_loss(known.model)
+    gate = splits_head or routed
     modules = []
     links: set[tuple[int, int]] = set()
     for number, ranges in enumerate(stages):
@@ -111,10 +113,11 @@ def _staged(known: _Known, balance: Sequence[int]) -> StagedModel:
         encoded = tuple(range(number + 1, last + 1)) if pair and number == encoder_end else ()
         ends = StageLinks(tuple(sorted(sources)), number + 1 if number < last else CALLER, encoded)
         images: list[Image] = []
-        runs = [LayerRun(known.model, known.trunks, each, images, splits_head=splits_head) for each in ranges]
+        runs = [LayerRun(known.model, known.trunks, each, images, has_gate=gate) for each in ranges]
         refuse_hooked_images(images, known.model)
         splits_here = splits_head and number == last
-        modules.append(LayerStage(runs, images, ends, splits_head=splits_here, has_pair=pair))
+        options = {"splits_head": splits_here, "has_pair": pair, "has_routers": routed}
+        modules.append(LayerStage(runs, images, ends, **options))
 
     caller_values = stage_inputs(known.model, stages, len(known.trunks), has_loss=known.loss is not None)
     join = _JoinUnits(known, tuple(balance))

@@ -7,6 +7,7 @@ model to the campaign ``heads``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -116,6 +117,33 @@ def find_trunks(model: nn.Module) -> tuple[Trunk, ...]:
         paths = [name for name, part in model.named_modules() if type(part).__name__ in _STACKS]
     trunks = [_trunk(model, path) for path in paths]
     return tuple(trunk for trunk in trunks if trunk is not None) if all(trunks) else ()
+
+
+def has_router_loss(model: nn.Module) -> bool:
+    """Whether ``model`` adds a loss of what all routers of its experts return, and stages can hand that on."""
+    config: Any = getattr(model, "config", None)
+    asks = getattr(config, "output_router_logits", False) is True and hasattr(config, "router_aux_loss_coef")
+    trunks = find_trunks(model) if asks else ()
+    return len(trunks) == 1 and trunks[0].path != ""
+
+
+def forget_captures(model: nn.Module) -> None:
+    """Take off the hooks by which the library collects what routers return: none travels to a worker.
+
+    Whatever calls a trunk next puts them on again.
+    """
+    for part in model.modules():
+        vars(part).pop("_output_capturing_hooks_installed", None)
+        for key, hook in list(part._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                del part._forward_hooks[key]
+
+
+def tell_captures(model: nn.Module) -> None:
+    """Have the library know what ``model`` can collect: it learns that where a model is made, and workers make none."""
+    library: Any = sys.modules.get("transformers.utils.output_capturing")
+    if library is not None and hasattr(model, "_can_record_outputs"):
+        library._CAN_RECORD_REGISTRY[model] = model._can_record_outputs
 
 
 def guess_trunks(model: nn.Module) -> tuple[Trunk, ...]:

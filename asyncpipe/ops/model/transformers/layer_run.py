@@ -48,9 +48,9 @@ class LayerRun(nn.Module):
         layers: LayerRange,
         images: list[Image],
         *,
-        splits_head: bool = False,
+        has_gate: bool = False,
     ) -> None:
-        """``splits_head``: whether heads can be called apart from the trunk."""
+        """``has_gate``: whether heads are called apart from the trunk, or with what routers in all stages return."""
         super().__init__()
         self.has_first, self.has_last = layers.has_first, layers.has_last
         self.is_decoder = layers.trunk == 1
@@ -62,9 +62,9 @@ class LayerRun(nn.Module):
         self._kept = layers.end > layers.begin
         parts: dict[str, nn.Module | None] = _replaced(trunk, layers, self._handed)
         self._gate = ""
-        """The name of the trunk, if heads can be called apart from it."""
+        """The name of the trunk, if there is a gate around it."""
         if self.has_heads:
-            if splits_head:
+            if has_gate:
                 self._gate = trunk.path
                 parts = {trunk.path: TrunkGate(self._handed, make_image(trunk.module, parts, images))}
             else:
@@ -92,12 +92,14 @@ class LayerRun(nn.Module):
         *,
         is_apart: bool = False,
         turn: CacheTurn | None = None,
+        routers: Sequence[Tensor] | None = None,
     ) -> tuple[Any, Any]:
         """What the image returns, and what its last layer has returned, from the caller's arguments.
 
         ``received``: what the layer before has returned. ``encoded``: the hidden states of the encoder. ``is_apart``:
         whether the heads, if it has them, are called later: ``logits`` takes what is then returned in their place.
         ``turn`` if tokens are generated.
+        ``routers``: what those of earlier stages have returned, if heads make a loss of it.
         """
         arguments = self._names(given) | self._fixed
         if turn is not None:
@@ -110,7 +112,7 @@ class LayerRun(nn.Module):
         handed = self._handed
         before = handed.received, handed.sent
         handed.received, handed.sent = received, None
-        handed.is_apart = is_apart = is_apart and bool(self._gate)
+        handed.is_apart, handed.routers = is_apart, routers
         if self._embeds and not arguments.keys() & {self._ids, self._hidden}:
             arguments[self._hidden] = hidden_of(received).detach()
         if encoded is not None and self.is_decoder:
@@ -118,7 +120,8 @@ class LayerRun(nn.Module):
         try:
             output = self.image(**arguments)
             if is_apart:
-                return {"hidden": handed.trunk[0], "head": self, "call": (type(handed.trunk), arguments)}, None
+                call = type(handed.trunk), arguments
+                return {"hidden": handed.trunk[0], "head": self, "call": call, "aux_loss": output.get("aux_loss")}, None
             sent = handed.sent if self._kept else output[0]
             # Where the heads are and nothing was received, all layers are the stage's own.
             if turn is not None and turn.cache is not None and not (self.has_heads and received is None):
@@ -126,7 +129,7 @@ class LayerRun(nn.Module):
             return output, sent
         finally:
             handed.received, handed.sent = before
-            handed.is_apart, handed.trunk = False, None
+            handed.is_apart, handed.trunk, handed.routers = False, None, None
 
     def logits(self, hidden: Tensor, call: tuple[type[Any], Mapping[str, Any]]) -> Tensor:
         """A row for each of these tokens. The model's own ``forward`` calls the heads, as it was called before.

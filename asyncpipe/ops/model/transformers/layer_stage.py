@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.ops.model.stage import CALLER, LOSS, StageModule
+from asyncpipe.ops.model.transformers.families import tell_captures
 from asyncpipe.ops.model.transformers.generation import TURN, CacheTurn
 from asyncpipe.ops.model.transformers.image import Image
 from asyncpipe.ops.model.transformers.layer_run import LayerRun
@@ -37,10 +38,15 @@ class LayerStage(StageModule):
         *,
         splits_head: bool = False,
         has_pair: bool = False,
+        has_routers: bool = False,
     ) -> None:
-        """``splits_head``: whether the last run can call its heads apart. ``has_pair``: whether encoders are apart."""
+        """``splits_head``: whether the last run can call its heads apart. ``has_pair``: whether encoders are apart.
+
+        ``has_routers``: as ``has_router_loss``.
+        """
         super().__init__()
         self.splits_head = splits_head
+        self._has_routers = has_routers
         self.runs = nn.ModuleList(runs)
         self._images = tuple(images)
         self._links = links
@@ -54,13 +60,16 @@ class LayerStage(StageModule):
         for source in self._links.sources:
             brought.update(received[source])
         layers, encoded = brought.get("layers"), given.pop("encoded", brought.get("encoded"))
+        routers = brought.get("routers", ()) if self._has_routers else None
         sent: dict[int, dict[str, Any]] = {}
         runs = [run for run in self.runs if turn is None or not self._has_pair or run.is_decoder != turn.encodes]
         for run in runs:
             before = None if run.has_first else layers
-            output, layers = run(given, before, encoded, is_apart=LOSS in received, turn=turn)
+            output, layers = run(given, before, encoded, is_apart=LOSS in received, turn=turn, routers=routers)
             if run.has_heads:
                 return {CALLER: output if LOSS in received else _result(output)}
+            if routers is not None:
+                routers = (*routers, *output.router_logits)
             if run.has_last:
                 layers, encoded = None, output[0]
                 sent = {user: {"encoded": encoded} for user in self._links.encoded}
@@ -75,12 +84,16 @@ class LayerStage(StageModule):
             layers = layers if runs else nothing
         if layers is not None:
             sent[self._links.next] = {**sent.get(self._links.next, {}), "layers": layers}
+        if routers:
+            sent[self._links.next]["routers"] = routers
         return sent
 
     def function(self) -> Callable[[Mapping[int, Any]], Mapping[int, Any]]:
         """As ``StageModule.function``; the images follow what was changed on the model."""
         for image in self._images:
             image.refresh()
+            if self._has_routers:
+                tell_captures(image.copy)
         return super().function()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from asyncpipe.errors import OptionError
 from asyncpipe.ops.model.stage import has_hooks
 from asyncpipe.ops.model.transformers.dispatched import unfit_hooks
+from asyncpipe.ops.model.transformers.families import has_router_loss
 from asyncpipe.ops.model.transformers.image import Image
 
 __all__ = ["refuse_hooked_images", "refuse_reentrant", "refuse_unfit"]
@@ -58,7 +59,7 @@ def refuse_hooked_images(images: list[Image], model: nn.Module) -> None:
 def _of_config(model: nn.Module) -> Iterator[str]:
     config: Any = getattr(model, "config", None)
     for name, value in _OUTPUTS.items():
-        if getattr(config, name, None) is value:
+        if getattr(config, name, None) is value and not ("router" in name and has_router_loss(model)):
             yield f"config.{name} is {value}, and a pipeline returns {_instead(name)}; set it to {not value}"
     if getattr(config, "apply_spec_augment", False) and getattr(config, "mask_time_prob", 0):
         yield (

@@ -12,7 +12,7 @@ from asyncpipe.ops.model.stage import StagedModel
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss, check_loss, loss_kind
 from asyncpipe.ops.model.transformers.cut import cut_at_layers
 from asyncpipe.ops.model.transformers.dispatched import take_off_hooks
-from asyncpipe.ops.model.transformers.families import find_trunks
+from asyncpipe.ops.model.transformers.families import find_trunks, forget_captures, has_router_loss
 from asyncpipe.ops.model.transformers.refusals import refuse_unfit
 from asyncpipe.ops.model.transformers.traced import trace_at_layers
 
@@ -35,6 +35,8 @@ def stage_transformers(
     if loss is not None and loss.kind:
         loss = check_loss(module, loss, batch)
     take_off_hooks(module)
+    if has_router_loss(model):
+        forget_captures(model)
     if loss_form:
         trunks = find_trunks(model)
         loss = (loss or CountedLoss.of(model, "")).in_chunks(model, trunks[-1].path if trunks else "")

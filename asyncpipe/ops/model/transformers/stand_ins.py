@@ -9,6 +9,7 @@ layers use (T5). So a stage begins where the one before has ended::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from threading import local
 from types import SimpleNamespace
@@ -33,6 +34,8 @@ class Handed(local):
         """Whether the heads are called later: ``TrunkGate`` then keeps what it passes on."""
         self.trunk: Any = None
         """What the trunk has returned, or is to return, if the heads are called apart from it."""
+        self.routers: Sequence[Tensor] | None = None
+        """What routers of experts in earlier stages have returned, where the heads make a loss of it."""
 
     @property
     def hidden(self) -> Tensor:
@@ -136,6 +139,7 @@ class TrunkGate(nn.Module):
     """Around the trunk of a model whose heads are called apart from it, chunk by chunk (``LayerRun.logits``).
 
     In a call of the trunk alone, the heads get hidden states of no token; in one of the heads, the trunk is left out.
+    Heads that make a loss of what routers return get that of the routers in earlier stages too.
     """
 
     def __init__(self, handed: Handed, trunk: nn.Module) -> None:
@@ -156,7 +160,10 @@ class TrunkGate(nn.Module):
         if handed.trunk is not None:
             return handed.trunk
         output = self.trunk(*args, **kwargs)
+        routed: dict[str, Any] = {}
+        if handed.routers is not None:
+            routed["router_logits"] = output["router_logits"] = (*handed.routers, *output.router_logits)
         if handed.is_apart:
             handed.trunk = output
-            return type(output)(last_hidden_state=output[0][:, :0])
+            return type(output)(last_hidden_state=output[0][:, :0], **routed)
         return output

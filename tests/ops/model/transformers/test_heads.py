@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -182,6 +183,60 @@ def test_a_loss_by_chunks_is_that_of_all_logits(name: str, options: dict[str, An
         torch.testing.assert_close(output.logits, expected.logits.detach(), rtol=0, atol=1e-10)
         for loss in (result.loss, pipe.step(batch, return_outputs=False).loss, pipe(**batch).loss.detach()):
             torch.testing.assert_close(loss, expected.loss.detach(), rtol=0, atol=1e-10)
+
+
+def of_experts(family: str) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "head_dim": 8, "pad_token_id": 0}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=48, intermediate_size=24, **sizes, **experts, **routers
+    )
+    config._experts_implementation = "eager"  # The others have no float64.
+    return getattr(transformers, f"{family}ForCausalLM")(config).double()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Mixtral", {}),
+        ("Mixtral", {"loss": "chunked", "schedule": "zb-h1", "checkpoint": "always"}),
+        ("Mixtral", {"devices": ROWS, "microbatches": 2}),
+        ("Mixtral", {"workers": "processes", "optimizer": partial(torch.optim.SGD, lr=0.1)}),
+        ("Qwen3Moe", {"schedule": "interleaved", "microbatches": 4, "loss": "chunked"}),
+        ("Qwen3Moe", {"schedule": "zb-h1", "balance": [1, 2]}),
+    ],
+)
+@pytest.mark.usefixtures("small_chunks")
+def test_the_loss_of_routers_is_that_of_each_micro_batch(
+    family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = 1e-10
+    if "workers" in options:
+        # Workers compute norms in float32, as the library does; so does the reference then.
+        monkeypatch.undo()
+        apart = 1e-7
+    model, batch = of_experts(family), make_batch("LlamaForCausalLM")
+    options = {"devices": DEVICES, "microbatches": 3, **options}
+    reference, total, losses = deepcopy(model), (batch["labels"][:, 1:] >= 0).sum(), []
+    rows = options["microbatches"] * (2 if options["devices"] is ROWS else 1)
+    for piece in zip(*(each.tensor_split(rows) for each in batch.values()), strict=True):
+        output = reference(**dict(zip(batch, piece, strict=True)))
+        count = (piece[list(batch).index("labels")][:, 1:] >= 0).sum()
+        losses.append(output.loss * count / total if count else 0 * output.aux_loss)
+    sum(losses).backward()
+    before = deepcopy(model.state_dict())
+    with asyncpipe.from_transformers(model, batch, **options).sync() as pipe:
+        result = pipe.step(batch)
+        torch.testing.assert_close(result.loss, sum(losses).detach(), rtol=0, atol=apart)
+        if "workers" not in options:
+            check(model, {name: parameter.grad for name, parameter in reference.named_parameters()})
+            with pytest.raises(BatchError, match="routers"):
+                pipe(**batch)
+        after = pipe.state_dict()
+    if "workers" in options:
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(after[name], before[name] - 0.1 * parameter.grad, rtol=0, atol=apart)
 
 
 @pytest.mark.usefixtures("small_chunks")
