@@ -31,6 +31,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "graphs": ("large graphs: seconds to lower and to simulate them", ()),
+    "language_plan": (
+        "a Llama 3 8B on four devices of 24 GB: bytes of its stages, counted, and the plans that fit",
+        (),
+    ),
     "many_steps": (
         "steps in a row, one by one and overlapping: time, idle shares, what is idle between two steps",
         ("steps", "repeats", "cases"),
