@@ -213,9 +213,9 @@ def test_the_loss_of_routers_is_that_of_each_micro_batch(
 ) -> None:
     apart = 1e-10
     if "workers" in options:
-        # Workers compute norms in float32, as the library does; so does the reference then.
+        # Workers compute norms in float32, as the library does; so does the reference then, and its loss.
         monkeypatch.undo()
-        apart = 1e-7
+        apart = 1e-6
     model, batch = of_experts(family), make_batch("LlamaForCausalLM")
     options = {"devices": DEVICES, "microbatches": 3, **options}
     reference, total, losses = deepcopy(model), (batch["labels"][:, 1:] >= 0).sum(), []
@@ -228,7 +228,7 @@ def test_the_loss_of_routers_is_that_of_each_micro_batch(
     before = deepcopy(model.state_dict())
     with asyncpipe.from_transformers(model, batch, **options).sync() as pipe:
         result = pipe.step(batch)
-        torch.testing.assert_close(result.loss, sum(losses).detach(), rtol=0, atol=apart)
+        torch.testing.assert_close(result.loss, sum(losses).detach(), rtol=0, atol=apart, check_dtype=False)
         if "workers" not in options:
             check(model, {name: parameter.grad for name, parameter in reference.named_parameters()})
             with pytest.raises(BatchError, match="routers"):
