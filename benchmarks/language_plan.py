@@ -94,14 +94,15 @@ class _FakeStage(NamedTuple):
 def _llama(config: dict[str, Any]) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=False, **config))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=False, **config))
+    return model
 
 
 @contextmanager
 def _fake() -> Iterator[None]:
     """Tensors without memory, which counters tell apart by their storages."""
     address, apply = byte_recorder._address, nn.Module._apply
-    nn.Module._apply = lambda self, *_: self  # type: ignore[assignment, method-assign]  # They stay what they are.
+    nn.Module._apply = lambda self, *_: self  # type: ignore[method-assign]  # They stay what they are.
     byte_recorder._address = lambda tensor: tensor.untyped_storage()._cdata
     mode: Any = FakeTensorMode()
     mode.__deepcopy__ = lambda _: mode  # Images of modules copy buffers.
