@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +86,8 @@ show = markdown(
 )
 
 
-class _FakeStage(NamedTuple):
+@dataclass(frozen=True)
+class _FakeStage:
     index: int
     module: nn.Module
 
