@@ -3,7 +3,7 @@
 Start with ``pipeline.py``, then follow a step:
 
 ``options.py``, ``pool_options.py``   every option: declared, documented and checked
-``build.py``                          from model and options to the parts that all steps share
+``build.py``, ``build_resources.py``  from model and options to the parts that all steps share
 ``graph_cache.py``                    lowered task graphs by shape
 ``step_inputs.py``                    what a step takes in, here and in a worker: a mini-batch, checked and cut
 ``feeding.py``                        prepares each step, with the caller's mini-batch or the feed's

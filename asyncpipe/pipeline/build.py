@@ -21,19 +21,8 @@ from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.core.schedules.validate import checked_placement
 from asyncpipe.errors import BalanceError, OptionError, OverlapError
-from asyncpipe.ops.device.copies import make_copiers
 from asyncpipe.ops.device.devices import Device
-from asyncpipe.ops.device.streams import make_streams
 from asyncpipe.ops.execute.binder import StageResources
-from asyncpipe.ops.execute.gradient_guard import GradientGuard
-from asyncpipe.ops.execute.host_optimizer import on_host
-from asyncpipe.ops.execute.instruments import Instruments
-from asyncpipe.ops.execute.learning_rates import make_schedule
-from asyncpipe.ops.execute.offloading import has_own_memory
-from asyncpipe.ops.execute.optimizer_shards import check_elementwise
-from asyncpipe.ops.execute.parameter_groups import ParameterGroups
-from asyncpipe.ops.execute.replica_sums import BUCKET_BYTES, ReplicaSums
-from asyncpipe.ops.execute.update_undo import UpdateUndo
 from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
 from asyncpipe.ops.model.cuda_graphs import StageCapturer
 from asyncpipe.ops.model.few_microbatches import FewMicrobatches
@@ -50,6 +39,7 @@ from asyncpipe.ops.model.stage_factory import StageFactory, build_stages
 from asyncpipe.ops.model.tensor_uses import TensorUse, tensor_uses
 from asyncpipe.ops.model.ties import Ties, place
 from asyncpipe.ops.torch_internals import caches_parametrizations
+from asyncpipe.pipeline.build_resources import build_resources
 from asyncpipe.pipeline.graph_cache import GraphCache
 from asyncpipe.pipeline.options import PipelineOptions
 
@@ -199,19 +189,11 @@ def build(
 
     ``mesh``: what the stages here are spread over, which a ``StageFactory`` builds.
     """
-    if isinstance(options.optimizer, torch.optim.Optimizer):
-        name = type(options.optimizer).__name__
-        raise OptionError(
-            f"optimizer must be a function that makes one for each stage, got an {name} that is made already; give "
-            f"optimizer=lambda parameters: torch.optim.{name}(parameters, ...), or leave optimizer out and call its "
-            "step() yourself"
-        )
-    instruments = Instruments(options.nvtx, options.sample_memory)
+    _refuse_made_optimizer(options)
     compile_option = CompileOption.parse(options.compile)
     if compile_option is not None:
         check_compiler(compile_option, [device for device in devices if not device.is_elsewhere])
     schedule = find_schedule(options.schedule, order=options.order)
-    names = [device.name for device in devices]
     staged = _staged(model, schedule, devices, options, mesh)
     rows = options.replicas
     _check_leaves(staged.module)
@@ -226,56 +208,17 @@ def build(
     offload = () if options.offload is None else check_offload(options.offload, len(staged.stages) // staged.rows)
     if staged.rows != rows:
         staged = replicated(staged, rows, tied=options.optimizer is None)
-    here = [device for device in devices if not device.is_elsewhere]
-    graphs = GraphCache(
-        *(schedule, names, Wiring(staged.links, rows=rows), len(staged.stages), tuple(offload) * rows),
-        around=[device.name for device in here] if len(here) < len(devices) else (),
-    )
-    checkpoint = CheckpointMode(options.checkpoint)
-    graph = graphs(options.pieces, Phase.STEP, checkpoint, True)
+    graphs = _graph_cache(staged, schedule, devices, tuple(offload) * rows)
+    graph = graphs(options.pieces, Phase.STEP, CheckpointMode(options.checkpoint), True)
     if mesh is not None:
         refuse_split_backwards(staged.module, graph)
     stages, ties = place(staged, graph.placement, devices)
-    if options.recompute_layers:
-        layers = layers_of_stages(staged, options.recompute_layers)
-        stages = [replace(stage, recomputed=mine) for stage, mine in zip(stages, layers, strict=True)]
-    if compile_option is not None:
-        if compile_option.cuda_graphs and any(True for _ in ties.all()):
-            raise OptionError(
-                "compile='cudagraphs': parameters that stages on several devices share are brought to other memory in "
-                "each step, where captured kernels do not look; use compile=True"
-            )
-        stages = [_compiled(stage, compile_option) for stage in stages]
-    updated = {} if options.optimizer is None else _updated(stages, ties)
-    optimizers = _make_optimizers(stages, updated, options, _parameter_groups(options, staged.module, ties))
-    schedules = {
-        stage: make_schedule(options.lr_schedule, each)
-        for stage, each in optimizers.items()
-        if options.lr_schedule is not None
-    }
-    sums = _replica_sums(stages, updated, optimizers, options) if rows > 1 else {}
-    reduces = tuple((stage, len(each.buckets)) for stage, each in sums.items())
-    updates = tuple(stage for stage in updated if stage < len(stages) // rows)
-    shards = options.shard_optimizer and rows > 1
-    # The gradients of the first stage are the last to be complete.
-    norm = updates[0] if options.clip_grad_norm is not None and updates else None
-    graphs.rewire(Wiring(staged.links, ties.links, updates, ties.statistics, reduces, shards, rows, norm))
-    streams = make_streams(here, graphs(options.pieces, Phase.STEP, checkpoint, True).lanes)
+    stages = _with_layer_options(stages, staged, ties, options, compile_option)
+    resources = build_resources(stages, ties, staged, devices, graphs, options)
     parts = PipelineParts(
         options,
         staged,
-        StageResources(
-            stages,
-            ties,
-            streams,
-            make_copiers(streams),
-            GradientGuard(),
-            optimizers,
-            schedules,
-            sums,
-            UpdateUndo(is_on=options.undo_updates),
-            instruments,
-        ),
+        resources,
         graphs,
         deferred,
         PaddedLabels(),
@@ -285,9 +228,52 @@ def build(
         needs_target=_needs_target(options.loss_fn),
         loss_watch=LossWatch(options.on_nan),
     )
-    if optimizers or ties.links:
+    if resources.optimizers or ties.links:
         parts.hold_parameters()
     return parts
+
+
+def _refuse_made_optimizer(options: PipelineOptions) -> None:
+    if isinstance(options.optimizer, torch.optim.Optimizer):
+        name = type(options.optimizer).__name__
+        raise OptionError(
+            f"optimizer must be a function that makes one for each stage, got an {name} that is made already; give "
+            f"optimizer=lambda parameters: torch.optim.{name}(parameters, ...), or leave optimizer out and call its "
+            "step() yourself"
+        )
+
+
+def _graph_cache(
+    staged: StagedModel, schedule: Schedule, devices: Sequence[Device], offload: tuple[float, ...]
+) -> GraphCache:
+    """The graphs of the pipeline's steps; in a worker those of its part. Not wired for updates yet."""
+    names = [device.name for device in devices]
+    here = [device.name for device in devices if not device.is_elsewhere]
+    return GraphCache(
+        *(schedule, names, Wiring(staged.links, rows=staged.rows), len(staged.stages), offload),
+        around=here if len(here) < len(devices) else (),
+    )
+
+
+def _with_layer_options(
+    stages: Sequence[Stage],
+    staged: StagedModel,
+    ties: Ties,
+    options: PipelineOptions,
+    compile_option: CompileOption | None,
+) -> list[Stage]:
+    """``stages`` with what is done to their layers: compiled, or some of them recomputed."""
+    if options.recompute_layers:
+        layers = layers_of_stages(staged, options.recompute_layers)
+        return [replace(stage, recomputed=mine) for stage, mine in zip(stages, layers, strict=True)]
+    if compile_option is None:
+        return list(stages)
+    if compile_option.cuda_graphs and any(True for _ in ties.all()):
+        raise OptionError(
+            "compile='cudagraphs': parameters that stages on several devices share are brought to other memory in "
+            "each step, where captured kernels do not look; use compile=True"
+        )
+    return [_compiled(stage, compile_option) for stage in stages]
 
 
 def _staged(
@@ -303,31 +289,6 @@ def _staged(
     if isinstance(model, StagedModel) and model.rows > 1:
         return model
     return _split_into_stages(model, schedule, len(devices) // options.replicas, options)
-
-
-def _replica_sums(
-    stages: Sequence[Stage],
-    updated: Mapping[int, Sequence[nn.Parameter]],
-    optimizers: Mapping[int, torch.optim.Optimizer],
-    options: PipelineOptions,
-) -> dict[int, ReplicaSums]:
-    """By stage of the first replica: what adds up its gradients. With shards each optimizer then has a part."""
-    count = len(stages) // options.replicas
-    sums = {
-        stage: ReplicaSums(
-            *(stage, {row: updated[stage + row * count] for row in range(options.replicas)}, BUCKET_BYTES),
-            in_bfloat16=options.gradient_dtype is not None,
-        )
-        for stage in updated
-        if stage < count
-    }
-    if options.shard_optimizer and options.optimizer is not None:
-        make, grouped = options.optimizer, options.parameter_groups is not None
-        check_elementwise((lambda parameters: make([{"params": parameters}])) if grouped else make)
-        for stage, optimizer in optimizers.items():
-            hosted = options.optimizer_on_host and has_own_memory(stages[stage].device)
-            sums[stage % count].shard(stage // count, optimizer, hosted=hosted)
-    return sums
 
 
 def _top_modules(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -448,47 +409,3 @@ def _needs_target(loss_fn: Callable[..., Any] | None) -> bool:
     except ValueError:  # It does not say what it takes.
         pass
     return False
-
-
-def _updated(stages: Sequence[Stage], ties: Ties) -> dict[int, list[nn.Parameter]]:
-    """What each stage's optimizer updates, of those that train; a shared parameter belongs to its first stage."""
-    taken = {id(replica.tensor) for replica in ties.all()}
-    updated: dict[int, list[nn.Parameter]] = {}
-    for stage in stages:
-        mine = [p for p in stage.module.parameters() if p.requires_grad and id(p) not in taken]
-        taken.update(map(id, mine))
-        if mine:
-            updated[stage.index] = mine
-    return updated
-
-
-def _make_optimizers(
-    stages: Sequence[Stage],
-    updated: Mapping[int, list[nn.Parameter]],
-    options: PipelineOptions,
-    groups: ParameterGroups | None,
-) -> dict[int, torch.optim.Optimizer]:
-    """Those of the stages that are here."""
-    optimizers: dict[int, torch.optim.Optimizer] = {}
-    make = options.optimizer
-    for stage, mine in updated.items():
-        if make is None or stages[stage].device.is_elsewhere:
-            continue
-        hosted = options.optimizer_on_host and has_own_memory(stages[stage].device)
-        parameters = on_host(mine) if hosted else mine
-        optimizer = make(parameters if groups is None else groups.of(parameters))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise OptionError(
-                f"optimizer must be a function from a stage's parameters to a torch optimizer, and returned "
-                f"{type(optimizer).__name__}; give, for instance, lambda parameters: torch.optim.AdamW(parameters)"
-            )
-        if groups is not None:
-            groups.keep_ratios(optimizer)
-        optimizers[stage] = optimizer
-    return optimizers
-
-
-def _parameter_groups(options: PipelineOptions, module: nn.Module, ties: Ties) -> ParameterGroups | None:
-    if options.parameter_groups is None:
-        return None
-    return ParameterGroups(options.parameter_groups, module, ties.twins)
