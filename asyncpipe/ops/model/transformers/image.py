@@ -8,8 +8,9 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.errors import OptionError
 from asyncpipe.ops.model.module_image import ModuleImage
-from asyncpipe.ops.torch_internals import non_persistent_buffers
+from asyncpipe.ops.torch_internals import hooks_of, non_persistent_buffers
 
 __all__ = ["Image", "make_image"]
 
@@ -23,10 +24,20 @@ class Image(ModuleImage):
         """As ``ModuleImage``."""
         self._types: dict[tuple[str, int, str], torch.dtype] = {}
         """Of the original's buffers: a forward of the copy may have given it a buffer of another type."""
+        self._is_made = False
         super().__init__(original, children, tensors)
+        self._is_made = True
 
     def refresh(self) -> None:
-        """As ``ModuleImage.refresh``; own buffers are cast where those of the original have been."""
+        """As ``ModuleImage.refresh``; own buffers are cast where those of the original have been.
+
+        Raises ``OptionError`` if a call of the original does more by now: each stage would do that.
+        """
+        if self._is_made and ("forward" in vars(self.original) or hooks_of(self.original)):
+            raise OptionError(
+                f"{type(self.original).__name__} has got a hook or another forward since the pipeline was made, and is "
+                "in parts on several stages, each of which would call it; change its layers, or the model before"
+            )
         super().refresh()
         for name, part in self._children.items():
             original = self.original._modules.get(name)

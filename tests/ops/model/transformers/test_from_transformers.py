@@ -143,6 +143,20 @@ def test_what_stages_would_get_wrong_is_refused(spoil: Any, says: str) -> None:
         asyncpipe.from_transformers(model, make_batch("LlamaForCausalLM"), devices=DEVICES, microbatches=2)
 
 
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_what_is_put_on_the_model_later_is_refused_as_well(how: str) -> None:
+    """As accelerate's ``prepare`` does: each stage would call what is in parts on all of them."""
+    model, batch = make_model("LlamaForCausalLM"), make_batch("LlamaForCausalLM")
+    with asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=2).sync() as pipe:
+        pipe.step(batch)
+        if how == "hook":
+            model.model.register_forward_hook(lambda *_: None)
+        else:
+            model.forward = functools.partial(model.forward)
+        with pytest.raises(OptionError, match="since the pipeline was made"):
+            pipe.step(batch)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_and_checkpointed_layers_train_and_are_saved(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
