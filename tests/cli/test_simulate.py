@@ -350,7 +350,7 @@ def test_a_profile_of_links_over_stages_is_wired_so(capsys: Output, tmp_path: Pa
         ("gpipe --stages 2 --microbatches 1 --checkpoint x", "checkpoint must be one of 'always', 'except_last'"),
         (
             "gpipe --stages 2 --microbatches 1 --costs Q=1",
-            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A and",
+            "--costs takes KIND=NUMBER with the kinds F, R, B, I, W, C, O, L, U, A, G and N",
         ),
         ("gpipe --stages 2 --microbatches 1 --costs B=-1", "--costs must not be negative or infinite, got 'B=-1'"),
         ("gpipe --stages 2 --microbatches 1 --jitter -1", "sigma must be finite and not negative, got -1"),

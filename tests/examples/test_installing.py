@@ -76,7 +76,7 @@ def test_every_extra_that_an_error_names_exists():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == missing_package.__name__
     ]
     extras = {ast.literal_eval(call.args[1]) for call in calls}
-    assert extras == {"cli", "client", "mlflow", "service", "tensorboard", "otel", "ray", "transformers"}
+    assert extras == {"cli", "client", "datasets", "mlflow", "service", "tensorboard", "otel", "ray", "transformers"}
     assert extras <= set(PROJECT["optional-dependencies"])
     assert str(missing_package("tables need rich", "cli")) == (
         "tables need rich; to install it, in a checkout of asyncpipe: pip install -e '.[cli]'"

@@ -199,7 +199,12 @@ WRONG = [
     ('["cpu:0", "cpu:1"]', '["cpu:0", "abacus"]', "pipeline", ["'abacus'", "'cpu:N' and 'cuda:N'"]),
     ('"gpipe"', '"zigzag"', "pipeline.schedule", ["must be one of 1f1b, ", 'got "zigzag"']),
     ('"gpipe"', "3", "pipeline.schedule", ["must be one of 1f1b, ", "got 3"]),
-    ('"gpipe"', '"gpipe"\ncheckpoint = "some"', "pipeline.checkpoint", ["always, except_last, never", 'got "some"']),
+    (
+        '"gpipe"',
+        '"gpipe"\ncheckpoint = "some"',
+        "pipeline.checkpoint",
+        ["always, except_last, selective, never", 'got "some"'],
+    ),
     ('"gpipe"', '"gpipe"\nmicrobatches = 0', "pipeline.microbatches", ["integer of at least 1", "got 0"]),
     (
         '"gpipe"',
