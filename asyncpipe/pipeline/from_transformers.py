@@ -47,8 +47,6 @@ def from_transformers(
     logits, unless ``return_outputs=False``. Raises ``OptionError`` for what a pipeline would get wrong.
     """
     staged = stage_transformers(model, batch, own_loss="loss_fn" not in options, loss_form=loss)
-    if getattr(staged.own_loss, "is_sum", False):
-        options["loss_reduction"] = "sum"
     if options.get("schedule") == "auto" and "sample" not in options:
         options["sample"] = (batch,)
     if devices is None:

@@ -80,10 +80,13 @@ class Pipeline(ModelProxy):
             seeded = arguments.model.seeded(partial(draw_step_seed, arguments.generator))
             arguments = replace(arguments, model=seeded)
         if isinstance(arguments.model, StagedModel):
-            loss_fn = arguments.loss_fn or arguments.model.own_loss
+            own_loss = arguments.model.own_loss
+            loss_fn = arguments.loss_fn or own_loss
+            sums = arguments.loss_fn is None and getattr(own_loss, "is_sum", False)
             # Copies of the pipeline copy the stages that it has; the trace of a copy cannot be cut in another way.
             staged = join_stages(arguments.model, len(self.devices) // arguments.replicas, arguments)
             arguments = replace(arguments, model=staged, balance="auto", loss_fn=loss_fn)
+            arguments = replace(arguments, loss_reduction="sum") if sums else arguments
         ranks = ranks_of(arguments.model, self.devices, arguments, pool)
         here = ranks[0] if pool.workers is None else [device.elsewhere() for device in ranks[0]]
         parts = build(arguments.model, here, arguments)

@@ -41,5 +41,6 @@ def in_float64() -> Iterator[None]:
         mock.patch.object(Tensor, "softmax", kept(Tensor.softmax)),
         mock.patch.object(torch, "softmax", kept(torch.softmax)),
         mock.patch.object(functional, "softmax", kept(functional.softmax)),
+        mock.patch.object(functional, "log_softmax", kept(functional.log_softmax)),
     ):
         yield
