@@ -43,8 +43,8 @@ SHORT = {**JOB, "name": "short", "training": {**JOB["training"], "steps": 2}}
 NAN = {**JOB, "name": "nan", "training": {**JOB["training"], "steps": 100, "learning_rate": 1e30}}
 """Its loss is no number after a step or two, so it fails."""
 NOT_IN_SERVICES = ("compilations_total", "compile_seconds_total", "graph_breaks_total", "mfu")
-"""Jobs of a service have no compiled stages: compiling one would hold up the tasks of all others. What a CPU can compute
-at most is not known."""
+"""Jobs of a service have no compiled stages: compiling one would hold up the tasks of all others. How much a CPU can
+compute at most is not known."""
 
 
 class Served(NamedTuple):
