@@ -104,6 +104,22 @@ def steps() -> tuple[Band, ...]:
         title="Samples per second", about="Training samples consumed per second.", unit="si:samples/s"
     )
     tokens = PanelOptions(title="Token throughput", about="Training tokens consumed per second.", unit="si:tok/s")
+    return (
+        Band(
+            8,
+            (
+                (lines(time, Query(mean("step_duration_seconds", "job"), "mean {{job}}"), *quantiles, whole), 12),
+                (lines(samples, Query(total("job", rate("samples_total")), "{{job}}")), 6),
+                (lines(tokens, Query(total("job", rate("tokens_total")), "{{job}}")), 6),
+            ),
+        ),
+        _limits(),
+        _compilations(),
+    )
+
+
+def _limits() -> Band:
+    """How close a step is to what the model and the devices can bear."""
     norm = PanelOptions(
         title="Gradient norm",
         about="Norm of all gradients together, before clipping. One that grows comes before a loss that does.",
@@ -123,6 +139,10 @@ def steps() -> tuple[Band, ...]:
         runbook=("AsyncpipeMemoryNearLimit",),
     )
     by_stage = "stage_memory_bytes", "job, stage", "stage {{stage}}"
+    return Band(8, ((_figure(norm, "gradient_norm"), 8), (_figure(mfu, "mfu"), 8), (_figure(memory, *by_stage), 8)))
+
+
+def _compilations() -> Band:
     compiled = PanelOptions(
         title="Compilations",
         about="Of stages (compile=True), by reason: first, again (sizes, or something else that the compiler took for "
@@ -135,18 +155,7 @@ def steps() -> tuple[Band, ...]:
     by_reason = Query(total("job, stage, reason", series("compilations_total")), "stage {{stage}}, {{reason}}")
     seconds = Query(total("job, stage", series("compile_seconds_total")), "stage {{stage}}")
     breaks = Query(total("job, stage", series("graph_breaks_total")), "stage {{stage}}, graph breaks")
-    return (
-        Band(
-            8,
-            (
-                (lines(time, Query(mean("step_duration_seconds", "job"), "mean {{job}}"), *quantiles, whole), 12),
-                (lines(samples, Query(total("job", rate("samples_total")), "{{job}}")), 6),
-                (lines(tokens, Query(total("job", rate("tokens_total")), "{{job}}")), 6),
-            ),
-        ),
-        Band(8, ((_figure(norm, "gradient_norm"), 8), (_figure(mfu, "mfu"), 8), (_figure(memory, *by_stage), 8))),
-        Band(8, ((lines(compiled, by_reason, breaks), 12), (lines(spent, seconds), 12))),
-    )
+    return Band(8, ((lines(compiled, by_reason, breaks), 12), (lines(spent, seconds), 12)))
 
 
 def _figure(options: PanelOptions, metric: str, by: str = "job", name: str = "{{job}}") -> Panel:

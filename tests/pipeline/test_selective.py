@@ -197,6 +197,17 @@ def test_what_is_kept_must_not_be_overwritten(layers: list[nn.Module]) -> None:
     assert "checkpoint='always'" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.[a-z_]*` is (deprecated|not supported)")
+@pytest.mark.parametrize("scripted", [False, True], ids=["plain", "TorchScript, whose message torch loses"])
+def test_an_error_of_the_stage_itself_is_not_taken_for_another(scripted: bool) -> None:
+    layer: Any = nn.Linear(WIDTH + 1, WIDTH).double()
+    stages = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), torch.jit.script(layer) if scripted else layer)
+    with pytest.raises(TaskError) as caught:
+        trained(stages, checkpoint="selective", balance=[1, 1])
+    assert isinstance(caught.value.__cause__, RecomputeError) == scripted
+    assert ("that checkpoint='never' shows" if scripted else "cannot be multiplied") in str(caught.value)
+
+
 def test_a_layer_that_changes_buffers_is_refused() -> None:
     layers = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(WIDTH * LENGTH), nn.Unflatten(1, (LENGTH, WIDTH))).double()
     with pytest.raises(TaskError, match="BatchNorm1d changes its buffer 'num_batches_tracked'") as caught:

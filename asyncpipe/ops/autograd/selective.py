@@ -34,14 +34,21 @@ _KEPT = frozenset(
 )
 """Operators of torch by name."""
 _UNFIT = (
-    *("cached during selective activation", "encountered during backward", "TorchScript interpreter"),
+    *("cached during selective activation", "encountered during backward"),
     "leaf Variable that requires grad is being used in an in-place operation",
 )
-"""In errors of torch where what is kept cannot be handed out, or not be made. TorchScript loses the message."""
+"""In errors of torch where what is kept cannot be handed out, or not be made."""
 _MESSAGE = (
     "checkpoint='selective' cannot keep what products of this stage have made: that, or what the stage receives, is "
     "overwritten in place (as cells of LSTMs and GRUs do), or other operators run the second time; use operations that "
     "are not in place, or checkpoint='always'"
+)
+
+_IN_SCRIPT = "TorchScript interpreter"
+_LOST = (
+    "TorchScript in a stage failed with checkpoint='selective', under which torch loses its message: it has an error "
+    "that checkpoint='never' shows, or it overwrites in place what a product has made; in that case use "
+    "checkpoint='always'"
 )
 
 
@@ -68,7 +75,11 @@ class SelectiveRuns:
             with inside:
                 yield
         except RuntimeError as error:
-            if not isinstance(error, RecomputeError) and any(text in str(error) for text in _UNFIT):
+            if isinstance(error, RecomputeError):
+                raise
+            if _IN_SCRIPT in str(error):
+                raise RecomputeError(_LOST) from error
+            if any(text in str(error) for text in _UNFIT):
                 raise RecomputeError(_MESSAGE) from error
             raise
 
