@@ -308,7 +308,7 @@ class SchedulerState:
         if step is None:
             raise InvalidTransition(f"step {event.step} is not under way")
         step.journal.append((now, event))
-        if step.finished or not step.running:
+        if not step.to_issue or not step.running:  # Too late where all is done and its programs are about to end.
             return []
         return self._abort(step, Outcome.CANCELLED, now)
 

@@ -6,6 +6,7 @@ import pytest
 from sharing_helpers import ByHand, dispatched
 
 from asyncpipe.core.engine.events import (
+    Outcome,
     ProgramEnded,
     StepCancelled,
     StepCompleted,
@@ -92,6 +93,18 @@ def test_a_step_ends_with_its_programs_where_all_is_done(queued: bool) -> None:
         assert not commands
         commands = scheduler.send(TaskCompleted(0, last, 0.0, 0.0), 0.0)
     assert [type(command) for command in commands] == [StepFinished] * (not queued) + [StepCompleted]
+
+
+def test_a_cancel_is_too_late_when_all_is_done_and_programs_are_about_to_end() -> None:
+    scheduler = ByHand()
+    scheduler.send(StepSubmitted(0, UPDATED, programs=True), 0.0)
+    for task in range(len(UPDATED.tasks)):
+        scheduler.send(TaskCompleted(0, task, 0.0, 0.0), 0.0)
+    assert not scheduler.send(StepCancelled(0), 0.0)
+    *_, finished, completed = [*scheduler.send(ProgramEnded(0), 0.0), *scheduler.send(ProgramEnded(0), 0.0)]
+    assert isinstance(finished, StepFinished)
+    assert isinstance(completed, StepCompleted)
+    assert completed.outcome is Outcome.OK
 
 
 def test_what_cannot_be_followed_is_refused() -> None:
