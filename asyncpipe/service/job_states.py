@@ -162,6 +162,16 @@ class JobRecord:
     """The id of the job of which it is a copy; that job may have been deleted."""
     from_step: int | None = None
     """The step of the snapshot that its next run goes on from, if a retry has named one."""
+    owner: str | None = None
+    """The user whose job it is, if its service knows users."""
+    teams: tuple[str, ...] = ()
+    """Those of its owner when it was submitted."""
+    placed: tuple[str, ...] = ()
+    """The devices of its last run."""
+    code: str | None = None
+    """The hash of its entry's content when it was submitted."""
+    root: str | None = None
+    """The root line of its last failure: the same for all jobs that failed at one place in one way."""
 
     def table(self, name: str) -> Mapping[str, Any]:
         """The table ``name`` of the document; empty if there is none."""

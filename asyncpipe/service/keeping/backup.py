@@ -104,7 +104,10 @@ def _fill(tar: tarfile.TarFile, folder: Path, copy: Path, wanted: SnapshotsWante
     for name in (*LOGS, TOKENS):  # Before the store, which then has all jobs of the audit.
         with suppress(FileNotFoundError):
             _add(tar, folder, folder / name)
-    with open_beside(folder / STORE) as live, closing(sqlite3.connect(copy, isolation_level=None)) as target:
+    with (
+        open_beside(folder / STORE, is_older=True) as live,
+        closing(sqlite3.connect(copy, isolation_level=None)) as target,
+    ):
         # All pages at once: one state, for which no commit of the service has to wait, since it has a write-ahead log.
         live.backup(target)
         target.execute("PRAGMA journal_mode = DELETE")
@@ -211,7 +214,7 @@ def restore(backup: Path, folder: Path) -> int:
             raise BackupError(f"{backup} is cut off, or no backup: it does not end with {STORE}; use another backup")
         check_store(beside / STORE)
         _check_snapshots(backup, beside)
-        with open_beside(beside / STORE) as connection:
+        with open_beside(beside / STORE, is_older=True) as connection:
             (jobs,) = connection.execute("SELECT count(*) FROM jobs").fetchone()
         for end in ("-wal", "-shm"):
             (beside / f"{STORE}{end}").unlink(missing_ok=True)

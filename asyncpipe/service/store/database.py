@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.store.schema import APPLICATION_ID, SCHEMA, VERSION
+from asyncpipe.service.store.schema import APPLICATION_ID, SCHEMA, UPGRADES, VERSION
 from asyncpipe.whole_folder import sync_folder
 
 __all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
@@ -125,11 +125,12 @@ def open_database(path: Path, busy_seconds: float) -> OwnConnection:
 
 
 @contextmanager
-def open_beside(path: Path, busy_seconds: float = 5.0) -> Iterator[sqlite3.Connection]:
+def open_beside(path: Path, busy_seconds: float = 5.0, *, is_older: bool = False) -> Iterator[sqlite3.Connection]:
     """A connection to the store at ``path`` that a service may have open meanwhile, during the block. Blocks.
 
     Its transactions are its own: it has none by itself, and a change waits up to ``busy_seconds`` for the service's.
-    Raises ``StoreError``, also where there is no store.
+    With ``is_older`` it may be one that a service would upgrade first. Raises ``StoreError``, also where there is no
+    store.
     """
     if not path.is_file():
         advice = "name the folder of a service; it is the setting `folder`"
@@ -139,7 +140,7 @@ def open_beside(path: Path, busy_seconds: float = 5.0) -> Iterator[sqlite3.Conne
             f"{path.absolute().as_uri()}?mode=rw", timeout=busy_seconds, isolation_level=None, uri=True
         )
         with closing(connection):
-            _check_ours(connection, path)
+            _check_ours(connection, path, is_older=is_older)
             yield connection
     except sqlite3.Error as error:
         raise explain(path, error) from error
@@ -147,7 +148,7 @@ def open_beside(path: Path, busy_seconds: float = 5.0) -> Iterator[sqlite3.Conne
 
 def check_store(path: Path) -> None:
     """Raise ``StoreError`` unless the file at ``path`` is an intact store that this version can open. Blocks."""
-    with open_beside(path) as connection:
+    with open_beside(path, is_older=True) as connection:
         _check_intact(connection, path)
 
 
@@ -204,15 +205,16 @@ def _make_file(path: Path) -> None:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    is_new = _check_ours(connection, path)
+    version = _check_ours(connection, path, is_older=True)
     mode = _pragma(connection, "journal_mode = WAL")
     if mode != "wal":
         advice = "put it on a local disk"
         raise StoreError(path, StoreProblem.FAILED, f"cannot have a write-ahead log (its journal is {mode!r})", advice)
     _check_intact(connection, path)
-    if is_new:
+    while version != VERSION:
         try:
-            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+            connection.executescript(f"BEGIN IMMEDIATE; {UPGRADES.get(version, SCHEMA)} COMMIT;")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
         except BaseException:
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
@@ -224,22 +226,26 @@ def _check_intact(connection: sqlite3.Connection, path: Path) -> None:
         raise StoreError(path, StoreProblem.DAMAGED, f"is damaged ({found})", _RESTORE)
 
 
-def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
-    """Return True for an empty file. Raises ``StoreError`` for another program's, and for another version's.
+def _check_ours(connection: sqlite3.Connection, path: Path, *, is_older: bool) -> int:
+    """The version of its tables; 0 for an empty file. Raises ``StoreError`` for another program's, and for another
+    version's, unless that ``is_older`` and can be upgraded.
 
     From then on a commit is on disk when it returns, and rows of a job go with it.
     """
     for pragma in ("trusted_schema = OFF", "foreign_keys = ON", "synchronous = FULL"):
         connection.execute(f"PRAGMA {pragma}")
-    version = _pragma(connection, "user_version")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
     (entries,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if entries and _pragma(connection, "application_id") != APPLICATION_ID:
         what = "is another program's database"
         raise StoreError(path, StoreProblem.FOREIGN, what, "name a file that is not there yet")
-    if entries and version != VERSION:
+    if entries and version != VERSION and not (is_older and version in UPGRADES):
         what = f"was written by another version of asyncpipe (schema {version}; this one has {VERSION})"
-        raise StoreError(path, StoreProblem.OTHER_VERSION, what, "use that version, or name another file")
-    return not entries
+        advice = "use that version, or name another file"
+        if version in UPGRADES:
+            advice = "start its service once with this version, which upgrades it"
+        raise StoreError(path, StoreProblem.OTHER_VERSION, what, advice)
+    return int(version) if entries else 0
 
 
 def _pragma(connection: sqlite3.Connection, pragma: str) -> object:

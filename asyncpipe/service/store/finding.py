@@ -20,7 +20,7 @@ __all__ = ["JobFilter", "every_job", "find_job", "is_text", "list_jobs", "number
 
 _COLUMNS = (
     "id", "document", "state", "cause", "submitted", "updated", "attempts", "step", "snapshot", "asked", "asked_cause",
-    "crashes", "failures", "forked_from", "from_step",
+    "crashes", "failures", "forked_from", "from_step", "owner", "teams", "placed", "code", "root",
 )  # fmt: skip
 _SELECT = f"SELECT {', '.join(_COLUMNS)} FROM jobs"  # noqa: S608 - no input
 _SEARCHED = ("name", "entry", "id", "cause", "tags")
@@ -39,9 +39,11 @@ class JobFilter:
     """In the name, entry, id, cause or a tag; for ASCII letters, whether upper or lower case."""
     since: float | None = None
     """That have changed, or done a step, at this Unix time or later."""
+    owner: str | None = None
+    """Of this user."""
 
     def __post_init__(self) -> None:
-        for name, value in (("entry", self.entry), ("text", self.text)):
+        for name, value in (("entry", self.entry), ("owner", self.owner), ("text", self.text)):
             if value is not None and not (is_text(value) and len(value) <= MAX_NAME):
                 raise OptionError(f"a list's {name} is a text of 1 to {MAX_NAME} characters, not {value!r:.100}")
         if not all(map(is_tag, self.tags)):
@@ -96,6 +98,8 @@ def _conditions(wanted: JobFilter) -> tuple[list[str], list[Any]]:
     found: list[tuple[str, list[Any]]] = []
     if wanted.entry is not None:
         found.append(("entry = ?", [wanted.entry]))
+    if wanted.owner is not None:
+        found.append(("owner = ?", [wanted.owner]))
     found += [("instr(tags, ?)", [f'"{tag}"']) for tag in wanted.tags]
     if wanted.since is not None:
         found.append(("updated >= ?", [wanted.since]))
@@ -145,6 +149,7 @@ def _record(row: tuple[Any, ...]) -> JobRecord:
     try:
         asked = values["asked"] and JobState(values["asked"])
         known = {"document": json.loads(values["document"]), "state": JobState(values["state"]), "asked": asked}
+        known |= {name: tuple(json.loads(values[name])) for name in ("teams", "placed")}
         return JobRecord(**{**values, **known})
     except ValueError as error:
         raise sqlite3.DataError(f"job {row[0]}: {error}") from error

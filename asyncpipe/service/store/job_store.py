@@ -33,8 +33,10 @@ from asyncpipe.service.job_states import (
     tidy_cause,
 )
 from asyncpipe.service.store import job_records
+from asyncpipe.service.store.changing import change_state, check_room, insert_job, update_job
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
+from asyncpipe.service.store.device_runs import DeviceRun, read_runs
 from asyncpipe.service.store.finding import JobFilter, every_job, find_job, is_text, list_jobs, number_of, resolve_job
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.store_errors import (
@@ -73,11 +75,6 @@ ALL_JOBS = JobFilter()
 NOT_RESUMED = "the service was started so that nothing goes on by itself: resume the job"
 RECOVERED = "the service was restarted"
 
-_CHANGING = (
-    "state", "cause", "updated", "attempts", "step", "snapshot", "asked", "asked_cause", "crashes", "failures",
-    "from_step",
-)  # fmt: skip
-"""Columns that change, beside the document."""
 _GOING_ON = f"state IN ('{JobState.QUEUED}', '{JobState.RUNNING}', '{JobState.PAUSED}')"
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 """Crockford's base 32: without letters that look like digits; sorted as text they are in the order of their values."""
@@ -150,12 +147,18 @@ class JobStore:
     # Changing
 
     async def add(
-        self, document: Mapping[str, Any], idempotency_key: str | None = None, *, most_queued: int | None = None
+        self,
+        document: Mapping[str, Any],
+        idempotency_key: str | None = None,
+        *,
+        most_queued: int | None = None,
+        **more: Any,
     ) -> tuple[JobRecord, bool]:
         """The new job with the checked ``document``, queued, and true; or the job of the same key, and false.
 
-        Raises ``OptionError`` (the key), ``IdempotencyConflictError`` where the key was used with another document,
-        ``QueueFullError`` for a new job if ``most_queued`` jobs are queued already, and ``PastDeadlineError``.
+        ``more`` are its ``owner``, ``teams`` and ``code``. Raises ``OptionError`` (the key),
+        ``IdempotencyConflictError`` where the key was used with another document, ``QueueFullError`` for a new job if
+        ``most_queued`` jobs are queued already, and ``PastDeadlineError``.
         """
         digest = sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):
@@ -171,24 +174,32 @@ class JobStore:
             at, deadline = self._clock(), document.get("deadline")
             if deadline is not None and deadline <= at:
                 raise PastDeadlineError(deadline)
-            job, more = self._make_id(at), {"idempotency_key": idempotency_key, "digest": digest}
-            _insert(db, job, document, at, "submitted", most_queued, **more)
+            job, key = self._make_id(at), {"idempotency_key": idempotency_key, "digest": digest}
+            insert_job(db, job, document, at, "submitted", most_queued, **key, **more)
             return find_job(db, job), True
 
         return await self._thread.run(change)
 
     async def fork(
-        self, job: str, document: Mapping[str, Any], origin: str, step: int, *, most_queued: int | None = None
+        self,
+        job: str,
+        document: Mapping[str, Any],
+        origin: str,
+        step: int,
+        *,
+        most_queued: int | None = None,
+        **more: Any,
     ) -> JobRecord:
         """The new ``job``, queued, whose folder has a copy of the snapshot of ``origin`` after ``step``.
 
-        It has the losses of ``origin`` until there; a step of 0 is the beginning. Raises ``QueueFullError``.
+        It has the losses of ``origin`` until there; a step of 0 is the beginning. ``more`` as of ``add``. Raises
+        ``QueueFullError``.
         """
         cause = f"forked from {origin}" + (f" after step {step}" if step else "")
-        more = {"forked_from": origin, "step": step, "snapshot": f"step-{step}" if step else None}
+        more |= {"forked_from": origin, "step": step, "snapshot": f"step-{step}" if step else None}
 
         def change(db: sqlite3.Connection) -> JobRecord:
-            number = _insert(db, job, document, self._clock(), cause, most_queued, **more)
+            number = insert_job(db, job, document, self._clock(), cause, most_queued, **more)
             job_records.copy_losses(db, origin, number, step)
             return find_job(db, job)
 
@@ -204,10 +215,13 @@ class JobStore:
         most_queued: int | None = None,
         crashed: bool = False,
         failed: bool = False,
+        placed: Sequence[str] | None = None,
+        root: str | None = None,
     ) -> JobRecord:
         """``job`` after its transition to the state ``to``, because of ``cause`` (a sentence for operators).
 
-        With ``expect``, only from that state; with ``crashed`` or ``failed``, its run counts as one. A job that is
+        With ``expect``, only from that state; with ``crashed`` or ``failed``, its run counts as one. ``placed`` are the
+        devices of the run that begins, ``root`` is the root line of a failure. A job that is
         retried has no crashes, no failures, and no deadline that has passed. Raises ``JobStateError``, also for a job
         that is in ``to`` already; ``QueueFullError`` if ``most_queued`` jobs are queued already; ``OptionError``
         without a cause.
@@ -217,9 +231,15 @@ class JobStore:
         def change(db: sqlite3.Connection) -> JobRecord:
             record = find_job(db, job)
             check_transition(job, record.state, to, expect)
-            _check_room(db, most_queued)
-            counted = replace(record, crashes=record.crashes + crashed, failures=record.failures + failed)
-            return _transition(db, counted, to, self._clock(), cause)
+            check_room(db, most_queued)
+            counted = replace(
+                record,
+                crashes=record.crashes + crashed,
+                failures=record.failures + failed,
+                placed=record.placed if placed is None else tuple(placed),
+                root=record.root if root is None else root,
+            )
+            return change_state(db, counted, to, self._clock(), cause)
 
         return await self._about(job, change)
 
@@ -242,12 +262,12 @@ class JobStore:
             if record.state not in FINAL_STATES:
                 raise JobStateError(job, record.state, "be retried, since it has not ended")
             check_transition(job, record.state, JobState.QUEUED)
-            _check_room(db, most_queued)
+            check_room(db, most_queued)
             changes: dict[str, Any] = {} if document is None else {"document": document}
             if from_step is not None:
                 snapshot = f"step-{from_step}" if from_step else None
                 changes |= {"from_step": from_step, "step": from_step, "snapshot": snapshot}
-            return _transition(db, replace(record, **changes), JobState.QUEUED, self._clock(), tidy_cause(cause))
+            return change_state(db, replace(record, **changes), JobState.QUEUED, self._clock(), tidy_cause(cause))
 
         return await self._about(job, change)
 
@@ -265,7 +285,7 @@ class JobStore:
             check_asking(job, record.state, record.asked, to)
             if to is record.asked:
                 return record
-            return _update(db, replace(record, asked=to, asked_cause=to and cause, updated=self._clock()))
+            return update_job(db, replace(record, asked=to, asked_cause=to and cause, updated=self._clock()))
 
         return await self._about(job, change)
 
@@ -279,7 +299,7 @@ class JobStore:
             record = find_job(db, job)
             if record.state in FINAL_STATES and changes.keys() - {"tags"}:
                 raise JobStateError(job, record.state, "change its schedule, priority class or weight")
-            return _update(db, replace(record, document={**record.document, **changes}, updated=self._clock()))
+            return update_job(db, replace(record, document={**record.document, **changes}, updated=self._clock()))
 
         return await self._about(job, change)
 
@@ -300,7 +320,7 @@ class JobStore:
                 if event.kind == "snapshot":
                     changes |= {"snapshot": event.data["name"], "crashes": 0, "failures": 0}
             if changes and record.state is JobState.RUNNING:
-                _update(db, replace(record, updated=self._clock(), **changes))
+                update_job(db, replace(record, updated=self._clock(), **changes))
 
         await self._about(job, change)
 
@@ -341,14 +361,19 @@ class JobStore:
                 record = find_job(db, job)
                 record = replace(record, crashes=record.crashes + (record.state is JobState.RUNNING))
                 if record.crashes >= most_crashes and record.asked is not JobState.CANCELLED:
-                    found.append(_transition(db, record, JobState.QUARANTINED, at, died))
+                    found.append(change_state(db, record, JobState.QUARANTINED, at, died, record.updated))
                 else:
-                    found.append(_transition(db, record, record.asked or to, at, record.asked_cause or cause))
+                    cause_now = record.asked_cause or cause
+                    found.append(change_state(db, record, record.asked or to, at, cause_now, record.updated))
             return tuple(found)
 
         return await self._thread.run(change)
 
     # Reading
+
+    async def runs(self, since: float) -> Sequence[DeviceRun]:
+        """The runs, also of deleted jobs, that ended at ``since`` or later, or have not ended; the oldest first."""
+        return await self._thread.run(lambda db: read_runs(db, since))
 
     async def get(self, job: str) -> JobRecord:
         """The job of this id."""
@@ -457,72 +482,3 @@ class JobStore:
         if job is not None and not is_text(job):
             raise UnknownJobError(job)
         return await self._thread.run(function)
-
-
-def _insert(
-    db: sqlite3.Connection,
-    job: str,
-    document: Mapping[str, Any],
-    at: float,
-    cause: str,
-    most_queued: int | None,
-    **more: object,
-) -> int:
-    """The number of a new job, queued; ``more`` has further columns."""
-    _check_room(db, most_queued)
-    values = {"id": job, "state": JobState.QUEUED, "cause": cause, "submitted": at, "updated": at}
-    values |= _of_document(document) | more
-    places = ", ".join("?" * len(values))
-    number = db.execute(f"INSERT INTO jobs ({', '.join(values)}) VALUES ({places})", (*values.values(),)).lastrowid  # noqa: S608 - no input
-    assert number is not None
-    _add_state(db, number, None, JobState.QUEUED, at, cause)
-    return number
-
-
-def _update(db: sqlite3.Connection, record: JobRecord) -> JobRecord:
-    """``record``, which takes the place of the one with the same id."""
-    values = {name: getattr(record, name) for name in _CHANGING} | _of_document(record.document)
-    names = ", ".join(f"{name} = ?" for name in values)
-    db.execute(f"UPDATE jobs SET {names} WHERE id = ?", (*values.values(), record.id))  # noqa: S608 - no input
-    return record
-
-
-def _of_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The column of the ``document``, and those by which it is found."""
-    return {
-        "document": json.dumps(document),
-        "name": document["name"],
-        "entry": document["entry"],
-        "priority_class": document.get("priority_class", PriorityClass.FOREGROUND),
-        "tags": json.dumps(document.get("tags", [])),
-        "deadline": document.get("deadline"),
-    }
-
-
-def _transition(db: sqlite3.Connection, record: JobRecord, to: JobState, at: float, cause: str) -> JobRecord:
-    """The job of ``record`` in the state ``to``. The only place that writes a state."""
-    changes: dict[str, Any] = {}
-    if to is JobState.RUNNING:
-        changes |= {"attempts": record.attempts + 1, "from_step": None}
-    if record.state in FINAL_STATES:
-        changes |= {"crashes": 0, "failures": 0}
-        if record.deadline is not None and record.deadline <= at:
-            changes["document"] = {**record.document, "deadline": None}
-    _add_state(db, number_of(db, record.id), record.state, to, at, cause)
-    changed = replace(record, state=to, cause=cause, updated=at, asked=None, asked_cause=None, **changes)
-    return _update(db, changed)
-
-
-def _add_state(
-    db: sqlite3.Connection, number: int, from_: JobState | None, to: JobState, at: float, cause: str
-) -> None:
-    data = {"from": from_, "to": to, "cause": cause}
-    job_records.write_events(db, number, [JobEvent(0, at, "state", data)])
-
-
-def _check_room(db: sqlite3.Connection, most_queued: int | None) -> None:
-    if most_queued is None:
-        return
-    (queued,) = db.execute("SELECT count(*) FROM jobs WHERE state = ?", (JobState.QUEUED,)).fetchone()
-    if queued >= most_queued:
-        raise QueueFullError(most_queued)

@@ -6,6 +6,8 @@
       ▲
       └───── losses         one row for each training step
 
+    runs                    who had which devices from when to when; stays when its job is deleted
+
 A job's submission is one JSON document, and what is read of a job comes from there. Some of its values are columns as
 well, by which jobs are searched and sorted.
 """
@@ -14,14 +16,29 @@ from __future__ import annotations
 
 from asyncpipe.service.job_states import JobState
 
-__all__ = ["APPLICATION_ID", "SCHEMA", "VERSION"]
+__all__ = ["APPLICATION_ID", "SCHEMA", "UPGRADES", "VERSION"]
 
 APPLICATION_ID = 0x61_70_6A_73
 """Marks the file as a job store ("apjs"), so that databases of other programs are recognised and not changed."""
-VERSION = 2
-"""Of the tables; a store of another version is refused."""
+VERSION = 3
+"""Of the tables; an older store is upgraded when a service opens it, and a store of any other version is refused."""
 
 _STATES = ", ".join(f"'{state}'" for state in JobState)
+
+_OF_TEAMS = """
+CREATE TABLE runs (
+    job TEXT NOT NULL, -- the id of a job, which may have been deleted
+    attempt INTEGER NOT NULL,
+    owner TEXT,
+    devices TEXT NOT NULL, -- a JSON list
+    began REAL NOT NULL,
+    ended REAL, -- NULL while it runs
+    PRIMARY KEY (job, attempt)
+) WITHOUT ROWID;
+CREATE INDEX runs_by_end ON runs (ended);
+CREATE INDEX jobs_by_owner ON jobs (owner, number);
+CREATE INDEX jobs_by_root ON jobs (root, number) WHERE root IS NOT NULL;
+"""
 
 SCHEMA = f"""
 CREATE TABLE jobs (
@@ -47,7 +64,12 @@ CREATE TABLE jobs (
     from_step INTEGER, -- a retried job goes on from this older snapshot; newer ones are set aside when it begins
     idempotency_key TEXT UNIQUE,
     digest TEXT, -- of what was submitted with that key
-    document TEXT NOT NULL
+    document TEXT NOT NULL,
+    owner TEXT, -- the user
+    teams TEXT NOT NULL DEFAULT '[]', -- a JSON list: those of the user when the job was submitted
+    placed TEXT NOT NULL DEFAULT '[]', -- a JSON list of devices
+    code TEXT, -- the hash of its entry's content at the submission
+    root TEXT -- the root line of its last failure
 );
 CREATE TABLE events (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -71,6 +93,20 @@ CREATE INDEX jobs_by_name ON jobs (name, number);
 CREATE INDEX jobs_by_deadline ON jobs (deadline) WHERE deadline IS NOT NULL;
 CREATE INDEX events_by_job ON events (job, sequence);
 CREATE INDEX states ON events (sequence) WHERE kind = 'state';
+{_OF_TEAMS}
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {VERSION};
 """
+
+UPGRADES = {
+    2: f"""
+ALTER TABLE jobs ADD COLUMN owner TEXT;
+ALTER TABLE jobs ADD COLUMN teams TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE jobs ADD COLUMN placed TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE jobs ADD COLUMN code TEXT;
+ALTER TABLE jobs ADD COLUMN root TEXT;
+{_OF_TEAMS}
+PRAGMA user_version = 3;
+"""
+}
+"""By version, what makes the tables of the next one."""

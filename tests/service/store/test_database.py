@@ -15,7 +15,7 @@ import pytest
 from store_helpers import SPEC, submitted
 
 from asyncpipe.service.job_states import JobState
-from asyncpipe.service.store.database import explain, open_database
+from asyncpipe.service.store.database import check_store, explain, open_beside, open_database
 from asyncpipe.service.store.job_store import JobStore, StoreError, StoreProblem
 from asyncpipe.service.store.schema import VERSION
 
@@ -94,6 +94,41 @@ async def test_a_second_store_on_the_file_is_refused_and_the_first_goes_on(path)
         assert b"only one process can use a store" in errors
         await submitted(store, SPEC)
     assert len(await filled(path)) == 1
+
+
+SECOND_SCHEMA = """
+DROP TABLE runs;
+DROP INDEX jobs_by_owner;
+DROP INDEX jobs_by_root;
+ALTER TABLE jobs DROP COLUMN owner;
+ALTER TABLE jobs DROP COLUMN teams;
+ALTER TABLE jobs DROP COLUMN placed;
+ALTER TABLE jobs DROP COLUMN code;
+ALTER TABLE jobs DROP COLUMN root;
+PRAGMA user_version = 2;
+"""
+
+
+def tables(path: Path) -> dict[str, list[str]]:
+    with closing(sqlite3.connect(path)) as connection:
+        names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master ORDER BY name").fetchall()]
+        return {name: connection.execute(f"PRAGMA table_info({name})").fetchall() for name in names}
+
+
+async def test_an_older_store_is_upgraded_with_its_jobs_when_it_is_opened(path):
+    (job,) = await filled(path)
+    new = tables(path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(SECOND_SCHEMA)
+    with pytest.raises(StoreError, match="start its service once with this version"), open_beside(path):
+        pass
+    check_store(path)
+    async with JobStore(path) as store:
+        assert (await store.get(job)).owner is None
+        assert await pragma(store, "user_version") == VERSION
+    assert {name: {column[1:] for column in columns} for name, columns in tables(path).items()} == {
+        name: {column[1:] for column in columns} for name, columns in new.items()
+    }
 
 
 async def test_the_file_is_as_it_was_after_a_refusal_to_open_another_version(path):

@@ -26,6 +26,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobRecord, JobState, JobStateError
 from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
+    JobFilter,
     JobStore,
     QueueFullError,
     StoreError,
@@ -297,6 +298,39 @@ def test_a_store_that_is_dropped_lets_its_thread_end(path, new_threads):
     thread.join(10)
     assert not thread.is_alive()
     assert new_threads() == 0
+
+
+async def test_runs_say_who_had_which_devices_also_of_a_job_that_is_deleted(path):
+    now = [0.0]
+    async with JobStore(path, clock=lambda: now[0]) as store:
+        job, _ = await store.add(SPEC, None, owner="alice", teams=("vision",), code="c0de")
+        assert (job.owner, job.teams, job.code, job.placed) == ("alice", ("vision",), "c0de", ())
+        now[0] = 10.0
+        await store.transition(job.id, JobState.RUNNING, "its turn", placed=["cpu:1", "cpu:3"])
+        assert [(run.owner, run.devices, run.began, run.ended) for run in await store.runs(0)] == [
+            ("alice", ("cpu:1", "cpu:3"), 10.0, None)
+        ]
+        now[0] = 30.0
+        ended = await store.transition(job.id, JobState.FAILED, "boom", failed=True, root="ValueError at a.py:1")
+        assert ended == await store.get(job.id)
+        assert (ended.placed, ended.root) == (("cpu:1", "cpu:3"), "ValueError at a.py:1")
+        assert await store.list(JobFilter(owner="alice")) == (ended,)
+        assert await store.list(JobFilter(owner="bob")) == ()
+        await store.delete(job.id)
+        assert [(run.job, run.began, run.ended) for run in await store.runs(30.0)] == [(job.id, 10.0, 30.0)]
+        assert await store.runs(30.5) == []
+
+
+async def test_a_run_that_a_kill_has_ended_ended_when_it_was_heard_of_last(path):
+    now = [0.0]
+    async with JobStore(path, clock=lambda: now[0]) as store:
+        job = await submitted(store, SPEC)
+        await store.transition(job.id, JobState.RUNNING, "its turn")
+        now[0] = 5.0
+        await progress(store, job.id, 1)
+        now[0] = 1000.0
+        await store.recover()
+        assert [run.ended for run in await store.runs(0)] == [5.0]
 
 
 async def test_only_jobs_that_ran_have_a_crash_more_after_a_restart(path):
