@@ -221,8 +221,8 @@ class StepRun:
 
     def _close(self) -> None:
         """No step is under way: give the gradients back as the last update of each stage has left them."""
-        self._parts.resources.undo.close()
-        self._parts.resources.guard.end_repeats(self)
+        resources = self._parts.resources
+        resources.guard.end_repeats(self, resources.undo)
         self._parts.between_steps.owner = None
 
 

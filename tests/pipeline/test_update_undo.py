@@ -33,6 +33,10 @@ class FailsInBackward(nn.Module):
         return gradient
 
 
+def same(gradient, before):
+    return gradient is before if gradient is None or before is None else torch.equal(gradient, before)
+
+
 def everything(pipe):
     states = [value for state in pipe.optimizer_states().values() for value in state.values()]
     return [each.clone() for each in (*pipe.state_dict().values(), *states)]
@@ -59,6 +63,8 @@ async def test_a_failed_step_undoes_updates(undo_updates, ahead, steps):
     async with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=2, balance=[2, 1], schedule="1f1b", **options) as pipe:
         for _ in range(steps):
             await pipe.step(x, target)
+            await pipe.step(x, target, update=False)
+        gradients = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
         updated.clear()
         before, failing.left = everything(pipe), 2
         with pytest.raises(TaskError, match="after an update"):
@@ -66,16 +72,18 @@ async def test_a_failed_step_undoes_updates(undo_updates, ahead, steps):
                 pass
         after = everything(pipe)
         assert (len(after) == len(before) and all(map(torch.equal, before, after))) is undo_updates
+        if undo_updates:
+            assert all(same(each.grad, before) for each, before in zip(model.parameters(), gradients, strict=True))
         assert (await pipe.step(x, target)).loss.isfinite()
 
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 async def test_what_is_undone_is_done_again_alike(shard_optimizer):
-    """In all replicas: the run has the bits of one that did not fail."""
+    """In all replicas, with the gradients of a step before: the run has the bits of one that did not fail."""
     found = []
     for fails in (False, True):
         torch.manual_seed(0)
-        calls = [5 if fails else -1]
+        calls = [7 if fails else -1]
 
         def loss_fn(output, target, calls=calls):
             calls[0] -= 1
@@ -88,6 +96,7 @@ async def test_what_is_undone_is_done_again_alike(shard_optimizer):
         options = {"optimizer": torch.optim.Adam, "undo_updates": True, "shard_optimizer": shard_optimizer}
         devices = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
         async with Pipeline(model, devices, microbatches=1, loss_fn=loss_fn, **options) as pipe:
+            await pipe.step(x, target, update=False)
             left = 4
             while left:
                 try:

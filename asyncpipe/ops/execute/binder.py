@@ -370,6 +370,9 @@ class Binder:
         optimizer = self._resources.optimizers[task.stage]
         schedule = self._resources.schedules.get(task.stage)
         parameters = updated_by(optimizer)
+        undo, guard = self._resources.undo, self._resources.guard
+        own = (*self._resources.stages[task.stage].module.parameters(), *parameters) if undo.is_on else ()
+        earlier = {parameter: guard.earlier(parameter) for parameter in own}
         with torch.no_grad():
             if self._plan.clip_norm is None:
                 self._complete(task, parameters)
@@ -382,17 +385,17 @@ class Binder:
                 (norm,) = self._brought(task, [self._total(task.stage)])
                 if not self._reductions.shards and self._reductions.has(task.stage):
                     self._reductions.begin_update(task.stage)
-                self._resources.guard.forget(parameters)  # They have the earlier ones in them.
                 nn.utils.clip_grads_with_norm_(parameters, self._plan.clip_norm, norm)
         if self._plan.learning_rate is not None:
             set_learning_rate(optimizer, self._plan.learning_rate)
-        self._resources.undo.save(self._tensors, optimizer, schedule)
+        guard.forget(parameters)  # They have the earlier ones in them.
+        undo.save(self._tensors, optimizer, schedule, earlier)
         if schedule is not None and task.stage == self._graph.wiring.updates[0]:
             rate = optimizer.param_groups[0]["lr"]
             # The host does not wait for one that is on an accelerator.
             self._tensors.rates += [float(rate)] if not isinstance(rate, Tensor) or rate.is_cpu else []
         update(optimizer, self._stream(task))
-        self._resources.guard.updated(parameters)
+        guard.updated(parameters)
         if schedule is not None:
             schedule.step()
 
@@ -403,10 +406,10 @@ class Binder:
                 # Hazard: the optimizer reads on this stream what was allocated on that of A. Its memory must not be
                 # reused before that read is done.
                 self._stream(task).keep(self._reductions.begin_update(task.stage))
-            elif self._plan.clip_norm is None:
+            elif self._plan.clip_norm is None and not self._resources.undo.is_on:
                 normalize(parameters, self._tensors)
                 self._resources.guard.commit_some(parameters)
-            else:  # The step may still fail before the optimizer uses them.
+            else:  # The step may still fail before the optimizer uses them, or the update be undone.
                 normalize(parameters, self._tensors)
                 self._resources.guard.complete(parameters)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from asyncpipe.errors import BackwardError
 from asyncpipe.ops.autograd.parameter_hooks import call_accumulated_hooks, call_gradient_hooks, hooked
 from asyncpipe.ops.execute.gradient_turn import GradientTurn, refuse_inside_task
+from asyncpipe.ops.execute.update_undo import UpdateUndo
 from asyncpipe.ops.model.ties import accumulated
 from asyncpipe.ops.torch_internals import accumulated_hooks, add_to_each
 
@@ -155,11 +156,15 @@ class GradientGuard:
             if self._is_last():
                 self._restore()
 
-    def end_repeats(self, member: object) -> None:
-        """No step of a ``begin`` with ``repeats`` is left: restore, and end the turn. May be called again."""
+    def end_repeats(self, member: object, undo: UpdateUndo) -> None:
+        """No step of a ``begin`` with ``repeats`` is left: restore, then ``undo``, and end the turn.
+
+        May be called again.
+        """
         if self._repeats:
             self.roll_back()
             self._repeats = False
+        undo.close()
         self.leave(member)
 
     def abandon(self) -> None:

@@ -1,7 +1,7 @@
 """Updates that can be undone, until it is known that a step has succeeded everywhere.
 
 A stage is updated as soon as its gradients are complete, so a step can fail when some stages are updated already. With
-copies of what each update changes, a failed step leaves parameters and optimizers as they were::
+copies of what each update changes, a failed step leaves parameters, their gradients and optimizers as they were::
 
     step 1    U(1)    U(0) ── kept: its copies are dropped
     step 2    U(1)            fails: U(1) of step 3, then U(1) of step 2 are undone
@@ -13,11 +13,11 @@ The price is the time and the memory of a copy of the parameters and of the opti
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from asyncpipe.ops.execute.host_optimizer import updated_by
@@ -37,15 +37,24 @@ class UpdateUndo:
     """The updates of the steps that are under way in this process, in their order. ``save`` is for stages' threads."""
 
     def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
+        self.is_on = is_on
         self._lock = threading.Lock()
         self._saved: list[_Saved] = []
         self._failed: list[object] = []
 
-    def save(self, step: object, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> None:
-        """``optimizer`` is about to update its stage, in ``step``, and then its ``schedule``; its stream is current."""
-        if self._is_on:
-            saved = _Saved(step, _restoring(optimizer, schedule))
+    def save(
+        self,
+        step: object,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRScheduler | None,
+        earlier: Mapping[nn.Parameter, Tensor | None],
+    ) -> None:
+        """``optimizer`` is about to update its stage, in ``step``, and then its ``schedule``; its stream is current.
+
+        ``earlier`` are the gradients that the stage's parameters had before the step; nobody writes to them.
+        """
+        if self.is_on:
+            saved = _Saved(step, _restoring(optimizer, schedule, earlier))
             with self._lock:
                 self._saved.append(saved)
 
@@ -67,8 +76,15 @@ class UpdateUndo:
             each.restore()
 
 
-def _restoring(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> Callable[[], None]:
-    """What gives ``optimizer``, its ``schedule`` and the parameters that it updates the values that they have now."""
+def _restoring(
+    optimizer: torch.optim.Optimizer,
+    schedule: LRScheduler | None,
+    earlier: Mapping[nn.Parameter, Tensor | None],
+) -> Callable[[], None]:
+    """What gives ``optimizer``, its ``schedule`` and the parameters that it updates the values that they have now.
+
+    Gradients become those of ``earlier``.
+    """
     scheduled = None if schedule is None else schedule_state(schedule)
     values = [(parameter, parameter.detach().clone()) for parameter in updated_by(optimizer)]
     states = {
@@ -80,6 +96,8 @@ def _restoring(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -
         with torch.no_grad():
             for parameter, value in values:
                 parameter.copy_(value)
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient
         for updated in list(optimizer.state):
             if updated in states:
                 _put(optimizer.state[updated], states[updated])

@@ -182,10 +182,12 @@ class Resident:
         if (step := self.links.settled(number)) is not None:
             step.settle(keep=keep)
         if not self.links.steps:
-            self._parts.resources.undo.close()
-        if self._line is not None and not self.links.steps:
-            self._parts.resources.guard.end_repeats(self._line)
-            self._line = None
+            resources, line = self._parts.resources, self._line
+            if line is None:
+                resources.undo.close()
+            else:
+                resources.guard.end_repeats(line, resources.undo)
+                self._line = None
 
     def set_flags(self, flags: Flags) -> None:
         """Take over what the caller has changed in the model between two steps, besides its values."""
