@@ -40,6 +40,7 @@ from asyncpipe.pipeline.remote_stages import RemoteStages
 from asyncpipe.pipeline.remote_step import RemoteStep
 from asyncpipe.pipeline.result import StepResult
 from asyncpipe.pipeline.saving import NO_STATE, Resumable, SaveFormat, Saves
+from asyncpipe.pipeline.shown import pipeline_html, pipeline_text
 from asyncpipe.pipeline.stage_groups import check_ordered, ranks_of
 from asyncpipe.pipeline.stages_here import StagesHere
 from asyncpipe.pipeline.step import PreparedStep
@@ -292,6 +293,12 @@ class Pipeline(ModelProxy):
         self._backend.check_share()
         self._tenancy.tenant.share = share
         self._arguments = replace(self._arguments, share=share)
+
+    def __repr__(self) -> str:
+        return pipeline_text(self._parts, self.graph)
+
+    def _repr_html_(self) -> str:
+        return pipeline_html(self._parts, self.graph)
 
     @property
     def compiled(self) -> tuple[CompiledStage, ...]:

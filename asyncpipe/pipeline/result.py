@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from html import escape
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,8 @@ from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.predict.report import Report, report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError
+from asyncpipe.observe.pictures.svg import svg_timeline
+from asyncpipe.pipeline.shown import MOST_TASKS
 from asyncpipe.runtime.portal import Portal
 from asyncpipe.runtime.step_driver import DrivenStep
 
@@ -54,9 +57,14 @@ class StepResult:
         self._portal = portal
 
     @property
+    def is_done(self) -> bool:
+        """Whether every device is done, so that the step has a record."""
+        return self._execution.done.done()
+
+    @property
     def record(self) -> StepRecord:
         """The step's journal and graph, as observers get them. Raises ``AsyncpipeError`` if a device is not done."""
-        if not self._execution.done.done():
+        if not self.is_done:
             raise AsyncpipeError("the devices have not completed this step; call 'await result.completed()' first")
         return self._execution.record()
 
@@ -67,7 +75,7 @@ class StepResult:
 
     async def completed(self) -> StepResult:
         """Wait until every device is done. Raises ``TaskError`` if a task failed."""
-        if self._execution.done.done():
+        if self.is_done:
             self._raise_for_end()
         else:
             await self._portal.run(self._execution.completed())
@@ -75,11 +83,21 @@ class StepResult:
 
     def wait(self) -> StepResult:
         """As ``completed``, blocking the calling thread."""
-        if self._execution.done.done():
+        if self.is_done:
             self._raise_for_end()
         else:
             self._portal.call(self._execution.completed())
         return self
+
+    def __repr__(self) -> str:
+        if not self.is_done:
+            return "StepResult(its devices are not done yet)"
+        loss = "no loss" if self.loss is None else f"loss {float(self.loss):.6g}"
+        return f"StepResult({loss}, {self.report.seconds:.3g} s, bubble {self.report.bubble_ratio:.1%})"
+
+    def _repr_html_(self) -> str:
+        is_shown = self.is_done and len(self.record.graph.tasks) <= MOST_TASKS
+        return f"<p>{escape(repr(self))}</p>" + (svg_timeline(self.record) if is_shown else "")
 
     def _raise_for_end(self) -> None:
         self._execution.raise_for(self._execution.end())
