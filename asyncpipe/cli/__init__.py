@@ -1,7 +1,8 @@
 """The ``asyncpipe`` command line. ``main`` below is its entry point.
 
 Each command is a module with an ``add_parser`` function: train, serve, jobs, service, schedule, simulate, profile,
-plan, bench. The help of a command is a docstring: that of its module, or of the function that runs it. What they share:
+plan, bench, doctor. The help of a command is a docstring: that of its module, or of the function that runs it. What
+they share:
 
     arguments.py       the parser of a command, types of arguments, --set
     step_options.py    options of commands that lower a schedule, and texts about its graph
@@ -72,13 +73,13 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     # Imported here, so that importing this package costs nothing; none of them imports torch before it runs.
-    from asyncpipe.cli import bench, jobs, plan, profile, schedule, serve, service, simulate, train
+    from asyncpipe.cli import bench, doctor, jobs, plan, profile, schedule, serve, service, simulate, train
 
     parser = argparse.ArgumentParser(
         prog="asyncpipe", description="Pipeline-parallel training for PyTorch, and tools around it."
     )
     parser.add_argument("--version", action="version", version=f"asyncpipe {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, serve, jobs, service, schedule, simulate, profile, plan, bench):
+    for module in (train, serve, jobs, service, schedule, simulate, profile, plan, bench, doctor):
         module.add_parser(subparsers)
     return parser
