@@ -1,10 +1,14 @@
 """Who may use a service.
 
-Tokens by which a service knows who asks. Each has a name, which the log of changes (audit.jsonl) tells, and a role:
+Tokens by which a service knows who asks. Each has a name, which the log of changes (audit.jsonl) tells, a user, who may
+be in teams, and a role:
 
   read       sees jobs, losses, logs, files, workers and metrics
-  submit     also submits jobs and changes them
-  operate    also what concerns the service: drains hosts, deletes what is kept
+  submit     also submits jobs, and changes and deletes its user's
+  operate    also changes everybody's jobs, and what concerns the service: drains hosts
+
+A job belongs to the user who has submitted it. What one may do with the jobs of one's teams and of others, the settings
+say (team_access, others).
 
 Tokens are made and revoked here, in the folder of the service, and not over HTTP: who may is who may write the folder.
 The service may run meanwhile, and knows at once. It keeps hashes of tokens. The token of its settings (token_file) may
@@ -40,6 +44,9 @@ def add_parser(commands: Subparsers) -> list[tuple[argparse.ArgumentParser, Run]
     create = add_command(of_tokens, "create", _create.__doc__)
     create.add_argument("name", metavar="NAME", help="whom it is for, as ci or ada@example.org")
     create.add_argument("--role", choices=[role.value for role in TokenRole], required=True, help="what it lets do")
+    create.add_argument("--user", metavar="USER", help="whose it is, who may have several (default: a user of its name)")
+    text = "a team that its user is in; may be repeated"
+    create.add_argument("--team", action="append", default=[], metavar="TEAM", help=text)
     text = "until when it is valid: 2026-12-01T08:00, or 90d from now (default: until it is revoked)"
     create.add_argument("--expires", type=moment, metavar="TIME", help=text)
     listing = add_command(of_tokens, "list", _list.__doc__)
@@ -57,9 +64,12 @@ def _create(args: argparse.Namespace, settings: FolderSettings) -> int:
     From the first token on, the service refuses requests without one, also from this machine, and also when all are
     revoked.
     """
-    secret, record = create_token(settings.folder, args.name, TokenRole(args.role), args.expires)
-    add_to_audit(settings.folder, record.name, f"token created, may {record.role}")
-    print(f"token {record.name} may {record.role}; it is shown this once:", file=sys.stderr)
+    role, user, teams = TokenRole(args.role), args.user, args.team
+    secret, record = create_token(settings.folder, args.name, role, args.expires, user=user, teams=teams)
+    of = f" of {record.user}" if record.user != record.name else ""
+    of += f", in {', '.join(record.teams)}," if record.teams else ""
+    add_to_audit(settings.folder, record.name, f"token created{of}, may {record.role}")
+    print(f"token {record.name}{of} may {record.role}; it is shown this once:", file=sys.stderr)
     print(secret)
     return 0
 
@@ -73,8 +83,11 @@ def _list(args: argparse.Namespace, settings: FolderSettings) -> int:
         listed = [token._asdict() for token in tokens]
         print(json.dumps([{key: value for key, value in each.items() if key != "digest"} for each in listed]))
     elif tokens:
-        rows = [(each.name, each.role, _when(each.created), _when(each.expires)) for each in tokens]
-        print(table(("NAME", "ROLE", "CREATED", "EXPIRES"), rows))
+        rows = [
+            (each.name, each.user, ",".join(each.teams), each.role, _when(each.created), _when(each.expires))
+            for each in tokens
+        ]
+        print(table(("NAME", "USER", "TEAMS", "ROLE", "CREATED", "EXPIRES"), rows))
     else:
         print("no tokens")
     return 0

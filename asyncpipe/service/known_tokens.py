@@ -18,10 +18,13 @@ __all__ = ["KnownTokens", "TokenHolder"]
 
 
 class TokenHolder(NamedTuple):
-    """Who sends a token that is in use."""
+    """Who sends a token that is in use, or whom a trusted proxy names."""
 
-    name: str
+    user: str
     role: TokenRole
+    teams: tuple[str, ...] = ()
+    token: str | None = None
+    """The name of the token."""
 
 
 class KnownTokens:
@@ -60,13 +63,13 @@ class KnownTokens:
         """
         digest = token_digest(token)
         if self._own is not None and compare_digest(digest, self._own):
-            return TokenHolder(SETTINGS_HOLDER, TokenRole.OPERATE)
+            return TokenHolder(SETTINGS_HOLDER, TokenRole.OPERATE, token=SETTINGS_HOLDER)
         self.refresh()
         # By digest: how long the search takes tells nothing about tokens.
         record = self._known.get(digest)
         if record is None or (record.expires is not None and record.expires <= self._clock()):
             return None
-        return TokenHolder(record.name, record.role)
+        return TokenHolder(record.user, record.role, record.teams, record.name)
 
     def refresh(self) -> None:
         """Read the file again if it has changed. Takes microseconds if not. Raises ``TokenFileError``."""

@@ -3,10 +3,11 @@
 ::
 
     read       sees jobs, losses, logs, files, workers and metrics
-    submit     also submits jobs and changes them: pause, cancel, schedule, retry …
-    operate    also what concerns the service: drains hosts, deletes what is kept
+    submit     also submits jobs, and changes its user's: pause, cancel, schedule, retry, delete …
+    operate    also changes everybody's jobs, and what concerns the service: drains hosts
 
-A role may do what those before it may. The token of the settings (``token_file``) may do everything. Nobody can make a
+A role may do what those before it may. A token is one of a user, who may have several and be in teams; whose jobs he
+may see and change, ``access.py`` says. The token of the settings (``token_file``) may do everything. Nobody can make a
 token over HTTP, with whatever token: who may is who may write the service's folder. Each change replaces the file, so
 that a service that runs sees the old or the new one.
 """
@@ -18,6 +19,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from secrets import token_urlsafe
@@ -26,6 +28,7 @@ from typing import NamedTuple
 from asyncpipe.errors import AsyncpipeError, OptionError
 
 __all__ = [
+    "NAME_RULE",
     "PREFIX",
     "SETTINGS_HOLDER",
     "TOKENS",
@@ -33,6 +36,7 @@ __all__ = [
     "TokenRecord",
     "TokenRole",
     "create_token",
+    "is_name",
     "read_tokens",
     "revoke_token",
     "token_digest",
@@ -45,7 +49,9 @@ SETTINGS_HOLDER = "service"
 PREFIX = "asyncpipe_"
 """Of every token, so that searches for secrets in code and logs find them."""
 SECRET_BYTES = 32
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", re.ASCII)
+NAME_RULE = "has 1 to 64 letters, digits or any of . _ @ + -, and begins with a letter or a digit"
+"""What the name of a token, a user or a team is, for messages."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}", re.ASCII)
 
 
 class TokenRole(StrEnum):
@@ -71,6 +77,10 @@ class TokenRecord(NamedTuple):
     """``None``: it does not."""
     digest: str
     """What ``token_digest`` makes of the secret, in hexadecimal."""
+    user: str
+    """Whose it is."""
+    teams: tuple[str, ...] = ()
+    """Those of its user."""
 
 
 class TokenFileError(AsyncpipeError, RuntimeError):
@@ -91,29 +101,47 @@ def read_tokens(folder: Path) -> tuple[TokenRecord, ...] | None:
     path = folder / TOKENS
     try:
         listed = json.loads(path.read_bytes())
-        return tuple(TokenRecord(**each)._replace(role=TokenRole(each["role"])) for each in listed)
+        # Tokens of former versions have no user: each is one by its name.
+        known = [TokenRecord(**{"user": each["name"], **each}) for each in listed]
+        return tuple(each._replace(role=TokenRole(each.role), teams=tuple(each.teams)) for each in known)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise TokenFileError(f"{path} cannot be read: {error}; restore it, or create its tokens anew") from error
 
 
-def create_token(folder: Path, name: str, role: TokenRole, expires: float | None = None) -> tuple[str, TokenRecord]:
+def is_name(text: str) -> bool:
+    """Whether ``text`` can be the name of a token, a user or a team."""
+    return _NAME.fullmatch(text) is not None
+
+
+def create_token(
+    folder: Path,
+    name: str,
+    role: TokenRole,
+    expires: float | None = None,
+    *,
+    user: str | None = None,
+    teams: Collection[str] = (),
+) -> tuple[str, TokenRecord]:
     """A new token of the service in ``folder``, valid until the Unix time ``expires``; and what is kept of it. Blocks.
 
-    The token itself is kept nowhere. Raises ``OptionError``, ``TokenFileError``.
+    It is ``user``'s, by default one of the token's name, who is in ``teams``. The token itself is kept nowhere. Raises
+    ``OptionError``, ``TokenFileError``.
     """
-    if not _NAME.fullmatch(name):
-        rule = "has 1 to 64 letters, digits or any of . _ @ -, and begins with a letter or a digit"
-        raise OptionError(f"a token's name {rule}, not {name!r:.100}")
-    if name == SETTINGS_HOLDER:
-        raise OptionError(f"{name!r} is the name of the token in the settings; give another one")
+    user = name if user is None else user
+    for what, text in (("token", name), ("user", user), *(("team", team) for team in teams)):
+        if not is_name(text):
+            raise OptionError(f"a {what}'s name {NAME_RULE}, not {text!r:.100}")
+        if text == SETTINGS_HOLDER and what != "team":
+            raise OptionError(f"{text!r} is the name of the token in the settings; give another one")
     there, now = read_tokens(folder) or (), time.time()
     left = tuple(each for each in there if each.name != name or each.expires is None or each.expires > now)
     if name in {each.name for each in left}:
         raise OptionError(f"a token {name!r} is in use already; revoke it first, or give another name")
     secret = PREFIX + token_urlsafe(SECRET_BYTES)
-    record = TokenRecord(name, role, now, expires, token_digest(secret.encode()).hex())
+    digest = token_digest(secret.encode()).hex()
+    record = TokenRecord(name, role, now, expires, digest, user, tuple(dict.fromkeys(teams)))
     _write(folder, (*left, record))
     return secret, record
 
