@@ -35,6 +35,7 @@ def jobs() -> tuple[Band, ...]:
         Band(8, ((_states(), 12), (_transitions(), 12))),
         Band(4, ((_takes_jobs(), 8), (_hung_tasks(), 8), (_log_failures(), 8))),
         Band(8, ((_waiting(), 8), (_retries(), 8), (_commits(), 8))),
+        Band(8, _by_user()),
         Band(8, ((_failed_jobs(), 24),)),
         Band(8, ((_heartbeats(), 16), (_draining(), 8))),
     )
@@ -153,6 +154,38 @@ def _waiting() -> Panel:
     )
     shares = (0.5, "median"), (0.95, "95 %")
     return lines(options, *(Query(quantile(share, "job_queue_seconds", over=increase), name) for share, name in shares))
+
+
+def _by_user() -> tuple[tuple[Panel, int], ...]:
+    users = "The first 20 users have lines of their own; all others together are *other*."
+    devices = PanelOptions(
+        title="Devices by user",
+        about=f"Devices of running jobs, each once for each job that has it, by the user whose jobs they are. {users}",
+        unit="none",
+        decimals=0,
+    )
+    queued = PanelOptions(
+        title="Queued jobs by user",
+        about="Jobs that wait, by the user whose jobs they are. One user's many jobs need not delay the others.",
+        unit="none",
+        decimals=0,
+        runbook=("AsyncpipeJobsWaitTooLong",),
+    )
+    used = PanelOptions(
+        title="Device time by user",
+        about="How many devices a user has had on average over the last minutes. The area below is device time.",
+        unit="none",
+    )
+    now, waiting, rates = (
+        Query(total("user", series("user_running_devices")), "{{user}}"),
+        Query(total("user", series("user_queued_jobs")), "{{user}}"),
+        Query(total("user", rate("user_device_seconds_total")), "{{user}}"),
+    )
+    return (
+        (lines(devices, now, stacked=True, held=True), 8),
+        (lines(used, rates, stacked=True), 8),
+        (lines(queued, waiting, stacked=True, held=True), 8),
+    )
 
 
 def _retries() -> Panel:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.metrics.metric_table import COUNTERS, GAUGES, HISTOGRAMS
+from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
 __all__ = [
@@ -27,8 +28,9 @@ __all__ = [
 
 def _of_service() -> dict[str, tuple[str, ...]]:
     metrics = ServiceMetrics()
-    # One that has workers, which have hosts.
+    # One that has workers, which have hosts, and a user.
     metrics.heartbeats, metrics.drained = (lambda: {"": 0.0}), (lambda: {"": False})
+    metrics.users.queued(JobRecord("", {}, JobState.QUEUED, "", 0, 0, owner=""))
     return {
         sample.name.removeprefix("asyncpipe_"): tuple(sample.labels)
         for family in metrics.collect()

@@ -9,6 +9,8 @@ examples:
   asyncpipe jobs submit examples/charlm/charlm.toml --steps 50 --set pipeline.schedule=interleaved --background
   asyncpipe jobs list --state failed --since -1d
   asyncpipe jobs list --tag night
+  asyncpipe jobs list --mine
+  asyncpipe jobs whoami
   asyncpipe jobs watch
   asyncpipe jobs priority background charlm 01k8zq1m
   asyncpipe jobs cancel 01k8zq1m 01k8zq2r
@@ -100,6 +102,9 @@ def _filters(limit: int, parser: argparse.ArgumentParser) -> None:
     add("--entry", metavar="ENTRY", help="only jobs of this entry")
     add("--tag", action="append", default=[], metavar="TAG", help="only jobs with this tag; may be repeated")
     add("--text", metavar="TEXT", help="only jobs with this text in their name, entry, id, cause or tags")
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--user", metavar="USER", help="only jobs of this user")
+    whose.add_argument("--mine", action="store_true", help="only your own jobs")
     add("--since", type=moment, metavar="TIME", help="only jobs that changed since then: 2026-12-01T08:00, or -2d")
     add("--limit", type=count, default=limit, metavar="N", help=f"at most N jobs (default: {limit})")
 
@@ -195,6 +200,7 @@ SHOWN: dict[str, tuple[Command, Callable[[Any], str], Declare]] = {
     "retry": (asking.retry, texts.change_text, _goes_on),
     "fork": (asking.fork, texts.id_text, _goes_on),
     "delete": (asking.delete, texts.deleted_text, _delete),
+    "whoami": (asking.whoami, texts.me_text, _nothing),
     "workers": (asking.workers, texts.workers_table, _nothing),
     "drain": (asking.drain, texts.workers_table, _host),
     "undrain": (asking.undrain, texts.workers_table, _host),

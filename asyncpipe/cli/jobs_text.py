@@ -36,7 +36,8 @@ def plain(text: object) -> str:
 
 def jobs_table(jobs: Sequence[Job]) -> str:
     """A line for each job under a heading."""
-    return columns(_JOBS, jobs) if jobs else "no jobs"
+    shown = {head: text for head, text in _JOBS.items() if head != "USER" or any(job.get("owner") for job in jobs)}
+    return columns(shown, jobs) if jobs else "no jobs"
 
 
 def history_table(history: Sequence[Job]) -> str:
@@ -61,6 +62,7 @@ def _text(key: str) -> Callable[[Job], str]:
 _JOBS: dict[str, Callable[[Job], str]] = {
     "ID": _text("id"),
     "NAME": lambda job: plain(job["name"])[:24],
+    "USER": _text("owner"),
     "STATE": lambda job: _state(job),
     "CLASS": lambda job: plain(job["priority_class"])[:4],
     "WEIGHT": lambda job: f"{job['weight']:g}",
@@ -94,6 +96,7 @@ def job_text(job: Job) -> str:
         ("name", job["name"]),
         ("state", f"{_state(job)}: {job['cause']}"),
         *([("waits for", job["waits_for"])] if job.get("waits_for") else []),
+        *([("user", " ".join([job["owner"], *job["teams"]]))] if job.get("owner") else []),
         ("entry", job["entry"]),
         ("class", f"{job['priority_class']}, weight {job['weight']:g}"),
         ("devices", devices_text(job["devices"], job.get("replicas", 1))),
@@ -113,6 +116,19 @@ def job_text(job: Job) -> str:
 def change_text(job: Job) -> str:
     """One line about a job's state."""
     return f"{plain(job['name'])} ({plain(job['id'])}) is {_state(job)} at step {_steps(job)}: {plain(job['cause'])}"
+
+
+def me_text(me: Job) -> str:
+    """Who asks, and what of each quota is in use."""
+    teams = f", in {', '.join(me['teams'])}" if me["teams"] else ""
+    lines = [f"{me['user'] or 'no users are known: everybody'}{teams}, may {me['role']}"]
+    names = {"running_devices": "running devices", "queued": "queued jobs", "bytes": "on disk"}
+    for limit in me["limits"]:
+        for key, name in names.items():
+            text = format_bytes if key == "bytes" else str
+            if (most := limit["quota"][key]) is not None:
+                lines.append(f"{limit['name']}: {text(limit['use'][key] or 0)} of {text(most)} {name}")
+    return "\n".join(map(plain, lines))
 
 
 def id_text(job: Job) -> str:

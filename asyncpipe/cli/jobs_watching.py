@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncpipe.cli.arguments import changes
 from asyncpipe.cli.jobs_text import LOSSES_HEAD, EventPrinter, change_text, jobs_table, loss_line, plain
+from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
     from asyncpipe.service.client import JobClient
@@ -61,16 +62,19 @@ def submit(client: JobClient, args: argparse.Namespace) -> int:
 
 def list_jobs(client: JobClient, args: argparse.Namespace) -> int:
     """Show jobs, the newest first."""
-    jobs = tuple(client.list(args.state, after=args.after, **_filters(args)))
+    jobs = tuple(client.list(args.state, after=args.after, **_filters(client, args)))
     print(json.dumps(jobs) if args.json else jobs_table(jobs))
     if len(jobs) == args.limit and not args.json:
         print(f"there may be more: --after {jobs[-1]['id']}", file=sys.stderr)
     return 0
 
 
-def _filters(args: argparse.Namespace) -> dict[str, Any]:
+def _filters(client: JobClient, args: argparse.Namespace) -> dict[str, Any]:
     filters = {name: getattr(args, name) for name in ("entry", "text", "since", "limit")}
-    return {**filters, "tags": args.tag}
+    owner = client.me()["user"] if args.mine else args.user
+    if args.mine and owner is None:
+        raise OptionError("--mine: the service knows no users, so its jobs are nobody's; leave it out")
+    return {**filters, "tags": args.tag, "owner": owner}
 
 
 def watch(client: JobClient, args: argparse.Namespace) -> int:
@@ -87,10 +91,11 @@ def watch(client: JobClient, args: argparse.Namespace) -> int:
 
 
 def _turns(client: JobClient, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], ...]]:
+    filters = _filters(client, args)
     for turn in itertools.count() if args.turns is None else range(args.turns):
         if turn:
             time.sleep(args.every)
-        yield tuple(client.list(args.state or STATES[:3], **_filters(args)))
+        yield tuple(client.list(args.state or STATES[:3], **filters))
 
 
 def _drawn(turns: Iterator[tuple[dict[str, Any], ...]]) -> Iterator[str]:

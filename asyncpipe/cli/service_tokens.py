@@ -44,7 +44,7 @@ def add_parser(commands: Subparsers) -> list[tuple[argparse.ArgumentParser, Run]
     create = add_command(of_tokens, "create", _create.__doc__)
     create.add_argument("name", metavar="NAME", help="whom it is for, as ci or ada@example.org")
     create.add_argument("--role", choices=[role.value for role in TokenRole], required=True, help="what it lets do")
-    create.add_argument("--user", metavar="USER", help="whose it is, who may have several (default: a user of its name)")
+    create.add_argument("--user", metavar="USER", help="whose it is; one may have several (default: a user NAME)")
     text = "a team that its user is in; may be repeated"
     create.add_argument("--team", action="append", default=[], metavar="TEAM", help=text)
     text = "until when it is valid: 2026-12-01T08:00, or 90d from now (default: until it is revoked)"
@@ -67,7 +67,7 @@ def _create(args: argparse.Namespace, settings: FolderSettings) -> int:
     role, user, teams = TokenRole(args.role), args.user, args.team
     secret, record = create_token(settings.folder, args.name, role, args.expires, user=user, teams=teams)
     of = f" of {record.user}" if record.user != record.name else ""
-    of += f", in {', '.join(record.teams)}," if record.teams else ""
+    of += f" ({', '.join(record.teams)})" if record.teams else ""
     add_to_audit(settings.folder, record.name, f"token created{of}, may {record.role}")
     print(f"token {record.name}{of} may {record.role}; it is shown this once:", file=sys.stderr)
     print(secret)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from asyncpipe.observe.live import LiveView
+from asyncpipe.service.access import Whose
 from asyncpipe.service.job_states import JobRecord, JobState, Transition
 from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact, event_lines, loss_lines
 from asyncpipe.service.jobs.job_log import JobLog
@@ -41,12 +43,13 @@ class JobReading(ABC):
         jobs = self.manager.jobs
         return jobs.as_asked(await jobs.store.get(job))
 
-    async def resolve(self, text: str) -> str:
+    async def resolve(self, text: str, whose: Whose | None = None) -> str:
         """The id of the job that ``text`` means: its id, the unique beginning of it, or its name if no other has it.
 
-        Raises ``UnknownJobError``, and ``AmbiguousJobError``, which lists candidates.
+        Jobs that are not of ``whose`` do not count. Raises ``UnknownJobError``, and ``AmbiguousJobError``, which lists
+        candidates.
         """
-        return await self.manager.jobs.store.resolve(text)
+        return await self.manager.jobs.store.resolve(text, whose)
 
     async def list(
         self,
@@ -76,10 +79,19 @@ class JobReading(ABC):
 
         return await self.loop.hop(ask())
 
-    async def changes(self) -> tuple[Mapping[JobState, int], int]:
-        """How many jobs are in each state, and a number that goes up whenever a job changes its state."""
+    async def changes(self, whose: Whose | None = None) -> tuple[Mapping[JobState, int], int]:
+        """How many jobs are in each state, and a number that goes up whenever a job changes its state.
+
+        Of the jobs of ``whose``, or of all.
+        """
         store = self.manager.jobs.store
-        return await store.count(), await store.newest_change()
+        return await store.count(whose), await store.newest_change(whose)
+
+    async def use(self, owner: str, teams: Collection[str]) -> Sequence[Mapping[str, Any]]:
+        """What ``owner`` and each of ``teams`` that has a quota may have, and have: as of ``Quotas.use``."""
+        manager = self.manager
+        running = [run.record for run in list(manager.jobs.running.values())]
+        return await manager.quotas.use(owner, teams, running)
 
     async def past_view(self, job: str) -> LiveView:
         """What the live page of a job shows that does not run. Raises ``UnknownJobError``."""

@@ -184,18 +184,27 @@ class TrainingService(JobReading):
     # Jobs
 
     async def submit(
-        self, submission: Submission | Mapping[str, Any], idempotency_key: str | None = None
+        self,
+        submission: Submission | Mapping[str, Any],
+        idempotency_key: str | None = None,
+        *,
+        owner: str | None = None,
+        teams: Collection[str] = (),
     ) -> tuple[JobRecord, bool]:
         """The job, and whether it is new: the same key and submission again return the job that they created before.
 
-        Raises ``SubmissionError`` that names every wrong key, ``IdempotencyConflictError``, ``QueueFullError``,
-        ``PastDeadlineError``, ``ServiceDrainingError``, and ``OptionError`` for an invalid idempotency key.
+        The job belongs to the user ``owner``, who is in ``teams`` and has idempotency keys of his own; without one it
+        belongs to nobody, and over HTTP to the operators. Raises ``SubmissionError`` that names every wrong key,
+        ``IdempotencyConflictError``, ``QueueFullError``, ``QuotaError``, ``PastDeadlineError``,
+        ``ServiceDrainingError``, and ``OptionError`` for an invalid idempotency key.
         """
         manager = self.manager
         if manager.shutdown is not None:
             raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
         document = check_submission(submission, self.settings, self.entries)
-        return await self.loop.do(manager.jobs.submit(document, idempotency_key))
+        await manager.quotas.measure(owner, teams)
+        whose = {"owner": owner, "teams": tuple(teams)}
+        return await self.loop.do(manager.jobs.submit(document, idempotency_key, **whose))
 
     async def pause(self, job: str, cause: str = "asked to pause") -> JobRecord:
         """The job, paused; or running and asked to pause after its step, with a snapshot."""
@@ -228,15 +237,26 @@ class TrainingService(JobReading):
             document = changed_document(await self.get(job), changes, self.settings, self.entries, fixed=fixed)
         return await self.loop.do(manager.ended.retry(job, cause, from_step, document))
 
-    async def fork(self, job: str, from_step: int | None = None, changes: Mapping[str, Any] | None = None) -> JobRecord:
+    async def fork(
+        self,
+        job: str,
+        from_step: int | None = None,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        owner: str | None = None,
+        teams: Collection[str] = (),
+    ) -> JobRecord:
         """A new job that goes on from a copy of a snapshot of ``job``, as ``retry`` would, with ``changes``.
 
-        ``job`` may be in any state and stays as it is. Raises as ``retry``, and ``JobFolderError`` if there is no room.
+        It belongs to ``owner``, as of ``submit``. ``job`` may be in any state and stays as it is. Raises as ``retry``,
+        ``QuotaError``, and ``JobFolderError`` if there is no room.
         """
         manager = self.manager
         record = await self.get(job)
         document = changed_document(record, changes or {}, self.settings, self.entries, fixed=("entry",))
-        return await self.loop.do(manager.ended.fork(job, document | {"deadline": None}, from_step))
+        await manager.quotas.measure(owner, teams)
+        whose = {"owner": owner, "teams": tuple(teams)}
+        return await self.loop.do(manager.ended.fork(job, document | {"deadline": None}, from_step, **whose))
 
     async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
         """Delete a job that has ended, with all that it has on disk; what it was, and what it had.

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from asyncpipe import cli
 from asyncpipe.errors import OptionError
-from asyncpipe.service.known_tokens import KnownTokens
+from asyncpipe.service.known_tokens import KnownTokens, TokenHolder
 from asyncpipe.service.token_roles import (
     TOKENS,
     TokenFileError,
@@ -39,10 +39,24 @@ def test_roles_include_those_before() -> None:
 
 
 @pytest.mark.parametrize("name", ["", " ", "a b", "../x", "-x", "n" * 65, "ä", "a\n", "service"])
-def test_names_that_no_token_has(tmp_path: Path, name: str) -> None:
+def test_names_that_no_token_and_no_user_has(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionError, match="name"):
         create_token(tmp_path, name, TokenRole.READ)
+    with pytest.raises(OptionError, match="name"):
+        create_token(tmp_path, "ci", TokenRole.READ, user=name)
+    if name != "service":
+        with pytest.raises(OptionError, match="a team's name"):
+            create_token(tmp_path, "ci", TokenRole.READ, teams=["vision", name])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_token_of_a_former_version_is_one_of_a_user_of_its_name(tmp_path: Path) -> None:
+    secret, record = create_token(tmp_path, "ci", TokenRole.SUBMIT, user="alice", teams=["vision"])
+    kept = {key: value for key, value in record._asdict().items() if key not in ("user", "teams")}
+    (tmp_path / TOKENS).write_text(json.dumps([kept]))
+    assert known(tmp_path).holder(secret.encode()) == TokenHolder("ci", TokenRole.SUBMIT, (), "ci")
+    create_token(tmp_path, "cd", TokenRole.READ, user="ci", teams=["nlp"])
+    assert [(each.user, each.teams) for each in read_tokens(tmp_path) or ()] == [("ci", ()), ("ci", ("nlp",))]
 
 
 def test_the_file_has_no_token(tmp_path: Path) -> None:
@@ -101,7 +115,7 @@ def test_the_token_of_the_settings_needs_no_file(tmp_path: Path) -> None:
     assert tokens.is_required
     holder = tokens.holder(OWN.encode())
     assert holder is not None
-    assert (holder.name, holder.role) == ("service", TokenRole.OPERATE)
+    assert (holder.user, holder.token, holder.role) == ("service", "service", TokenRole.OPERATE)
     assert tokens.holder(b"another") is None
 
 
@@ -134,13 +148,17 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         status = cli.main(["service", "tokens", *arguments, *folder])
         return (status, *capsys.readouterr())
 
-    status, secret, told = run("create", "ci", "--role", "submit")
+    status, secret, told = run(
+        "create", "ci", "--role", "submit", "--user", "alice", "--team", "vision", "--team", "nlp"
+    )
     assert status == 0
-    assert "ci may submit" in told
+    assert told == "token ci of alice (vision, nlp) may submit; it is shown this once:\n"
     holder = known(tmp_path / "new").holder(secret.strip().encode())
     assert holder is not None
-    assert holder.name == "ci"
-    assert "ci" in run("list")[1]
+    assert (holder.user, holder.teams, holder.token) == ("alice", ("vision", "nlp"), "ci")
+    head, row = run("list")[1].splitlines()[:2]
+    assert head.split() == ["NAME", "USER", "TEAMS", "ROLE", "CREATED", "EXPIRES"]
+    assert row.split()[:4] == ["ci", "alice", "vision,nlp", "submit"]
     assert '"role": "submit"' in run("list", "--json")[1]
     assert secret.strip() not in run("list", "--json")[1]
     assert run("revoke", "ci")[:2] == (0, "revoked ci, which could submit\n")
@@ -149,7 +167,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no token 'ci'" in told
     audit = [json.loads(line) for line in (tmp_path / "new" / "audit.jsonl").read_text().splitlines()]
     assert [(line["token"], line["what"]) for line in audit] == [
-        ("ci", "token created, may submit"),
+        ("ci", "token created of alice (vision, nlp), may submit"),
         ("ci", "token revoked, could submit"),
     ]
     assert {line["client"] for line in audit} == {f"user {os.getuid()}"}

@@ -29,6 +29,9 @@ SERVICE = {
     "job_log_failures_total": (),
     "worker_heartbeat_age_seconds": ("worker",),
     "host_draining": ("host",),
+    "user_device_seconds_total": ("user",),
+    "user_queued_jobs": ("user",),
+    "user_running_devices": ("user",),
 }
 """What a service tells of itself; these alone have no label for a job."""
 CONTRACT = {

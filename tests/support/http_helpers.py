@@ -28,6 +28,7 @@ from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
 from asyncpipe.service.jobs.job_folder import FilesOfJob
 from asyncpipe.service.jobs.last_view import PastView
 from asyncpipe.service.jobs.outlook import Outlook
+from asyncpipe.service.jobs.quotas import Quotas
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_records import JobEvent, LossRow
@@ -95,12 +96,15 @@ class FakeService:
         self.news = asyncio.Event()
         self.followers = 0
         self.drained: set[str] = set()
+        self.on_workers: tuple[str, ...] = ()
         self.busy: set[str] = set()
         """Jobs that cannot be paused."""
 
-    async def submit(self, asked: Mapping[str, Any], idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
+    async def submit(
+        self, asked: Mapping[str, Any], idempotency_key: str | None = None, **whose: Any
+    ) -> tuple[JobRecord, bool]:
         self._check()
-        return await self.store.add(check_submission(asked, self.settings, self.entries), idempotency_key)
+        return await self.store.add(check_submission(asked, self.settings, self.entries), idempotency_key, **whose)
 
     async def amend(self, job: str, **changes: Any) -> JobRecord:
         self._check()
@@ -127,10 +131,10 @@ class FakeService:
             raise JobStateError(job, record.state, "be retried")
         return await self.become(job, JobState.QUEUED, "retried")
 
-    async def fork(self, job: str, from_step: int | None = None, changes: Any = None) -> JobRecord:
+    async def fork(self, job: str, from_step: int | None = None, changes: Any = None, **whose: Any) -> JobRecord:
         record = await self.get(job)
         spec = changed_document(record, changes or {}, self.settings, self.entries, fixed=("entry",))
-        return await self.store.fork(make_id(time.time()), spec, job, 0)
+        return await self.store.fork(make_id(time.time()), spec, job, 0, **whose)
 
     async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
         record = await self.get(job)
@@ -158,8 +162,8 @@ class FakeService:
             raise self.error
         return await self.store.get(job)
 
-    async def resolve(self, text: str) -> str:
-        return await self.store.resolve(text)
+    async def resolve(self, text: str, whose: Any = None) -> str:
+        return await self.store.resolve(text, whose)
 
     async def list(
         self, wanted: JobFilter, limit: int = 100, after: str | None = None, **options: bool
@@ -176,8 +180,11 @@ class FakeService:
             for job in jobs
         }
 
-    async def changes(self) -> tuple[Mapping[JobState, int], int]:
-        return await self.store.count(), await self.store.newest_change()
+    async def changes(self, whose: Any = None) -> tuple[Mapping[JobState, int], int]:
+        return await self.store.count(whose), await self.store.newest_change(whose)
+
+    async def use(self, owner: str, teams: Any) -> Sequence[Mapping[str, Any]]:
+        return await Quotas(self.settings.quotas, self.store, self.settings.folder / "jobs").use(owner, teams, ())
 
     async def past_view(self, job: str) -> LiveView:
         return PastView((await self.store.get(job)).name, 100, {})
@@ -242,7 +249,7 @@ class FakeService:
                 up=host == "a",
                 draining=host in self.drained,
                 devices=(f"{host}/cpu:0",),
-                jobs=(),
+                jobs=self.on_workers,
                 **(up if host == "a" else down),
             )
             for host in "ab"

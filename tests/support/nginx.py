@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,8 +33,13 @@ http {{
 
 
 @contextmanager
-def proxied(folder: Path, port: int, *, connections: int = 1024, **changed: str) -> Iterator[tuple[str, int]]:
-    """The address of an nginx in front of the service on ``port``; ``changed`` are other values of its directives."""
+def proxied(
+    folder: Path, port: int, *, connections: int = 1024, replaced: Mapping[str, str] = {}, **changed: str
+) -> Iterator[tuple[str, int]]:
+    """The address of an nginx in front of the service on ``port``; ``changed`` are other values of its directives.
+
+    ``replaced`` are texts of the file, and what it has in their place.
+    """
     assert NGINX is not None
     with socket.create_server(("127.0.0.1", 0)) as free:
         own = free.getsockname()
@@ -47,6 +52,9 @@ def proxied(folder: Path, port: int, *, connections: int = 1024, **changed: str)
         .replace("127.0.0.1:8080;", f"127.0.0.1:{port};")
         .replace("listen 80;", f"listen {own[0]}:{own[1]};")
     )
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new)
     folder.mkdir(exist_ok=True)
     (folder / "asyncpipe.conf").write_text(text, encoding="utf-8")
     (folder / "nginx.conf").write_text(MAIN.format(folder=folder, connections=connections), encoding="utf-8")

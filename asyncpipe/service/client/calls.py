@@ -164,20 +164,25 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
         entry: str | None = None,
         tags: Collection[str] = (),
         text: str | None = None,
+        owner: str | None = None,
         since: float | None = None,
         oldest_first: bool = False,
     ) -> _EachTable:
         """The first ``limit`` jobs in any of ``states`` that follow job ``after`` in the list, the newest first.
 
-        Further filters are ``entry``, ``tags`` (with all of these), ``text`` (in the name, entry, id, cause or a tag)
-        and ``since`` (changed then, a Unix time, or later). Requests page by page as the iterator advances; jobs may be
-        added and change meanwhile.
+        Further filters are ``entry``, ``tags`` (with all of these), ``text`` (in the name, entry, id, cause or a tag),
+        ``owner`` and ``since`` (changed then, a Unix time, or later). Requests page by page as the iterator advances;
+        jobs may be added and change meanwhile.
         """
         query = [("state", state) for state in states or ()] + [("tag", tag) for tag in tags]
-        given = {"entry": entry, "text": text, "since": None if since is None else repr(float(since))}
+        given = {"entry": entry, "text": text, "owner": owner, "since": None if since is None else repr(float(since))}
         query += [(name, value) for name, value in given.items() if value is not None]
         query += [("order", "oldest")] if oldest_first else []
         return self._many(self._pages("jobs", "/v1/jobs", query, after, limit))
+
+    def me(self) -> _Table:
+        """Who asks: ``user`` (``None`` where there are no users), ``role``, ``teams``, and the ``limits`` of quotas."""
+        return self._ask("GET", "/v1/me", repeatable=True)
 
     def history(self, job: str) -> _Tables:
         """The job's transitions in their order: ``from``, ``to``, ``at``, ``cause``, ``sequence``."""

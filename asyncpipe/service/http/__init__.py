@@ -4,6 +4,7 @@
 
     app.py                          puts the application together, and serves it. Start here.
     access_control.py               what every request passes first: its host, its token, the page that sends it
+      │                             proxied_users.py: the user whom a trusted proxy names
       └ problems.py                 every error in one form
           └ routes/                 the routes, each declared once; common.py has what they share
     models.py                       bodies of requests and answers
@@ -37,7 +38,8 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
 
     The host enters the application's lifespan in its own: ``async with app.router.lifespan_context(app)``. At its end
     open event streams end; a server that waits for them before it ends lifespans, as uvicorn does, is given a bound
-    (``timeout_graceful_shutdown``). Raises ``OptionError`` without FastAPI.
+    (``timeout_graceful_shutdown``). The header of ``user_header`` is refused, since the host's server
+    may not tell who is connected: there the host knows its users. Raises ``OptionError`` without FastAPI.
     """
     _check_packages()
     from asyncpipe.service.http import app

@@ -3,12 +3,13 @@
 ::
 
     421  a host that is not this server        against DNS rebinding
-    401  the token is missing or wrong
+    403  a user's name that no trusted proxy has sent, or that is none (``proxied_users.py``)
+    401  the token is missing or wrong, and no proxy names the user
     403  a change sent by a foreign page       a browser may add a stored password to it
 
-and before a route's handler (``routes/common.py``): 403, the token's role does not allow it; before an event stream:
-429, the token has too many of them. Browsers do not let
-foreign pages *read* the answers (``observe/http_hosts.py``). Probes of ``livez`` and ``readyz`` under this server's
+and before a route's handler (``routes/common.py``): 403, the role does not allow it; 404, the job is not to be seen by
+who asks; 403, it belongs to somebody else. Before an event stream: 429, the user has too many of them. Browsers do not
+let foreign pages *read* the answers (``observe/http_hosts.py``). Probes of ``livez`` and ``readyz`` under this server's
 names need no token. Each change and each refusal leaves a line in the audit.
 """
 
@@ -25,7 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from asyncpipe.observe.http_hosts import is_own_page, own_host
 from asyncpipe.service.http.audit import audit
 from asyncpipe.service.http.problems import Problem, answer
+from asyncpipe.service.http.proxied_users import ProxiedUsers
 from asyncpipe.service.known_tokens import KnownTokens, TokenHolder
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.token_roles import TokenFileError
 
 __all__ = ["READING", "AccessControl", "StreamPlaces", "holder_of", "still_known"]
@@ -46,13 +49,14 @@ OWN = frozenset({"", "same-origin", "none"})
 class AccessControl:
     """Middleware that checks requests, answers errors that nothing else has answered, and writes the audit."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], tokens: KnownTokens, probes: Collection[str]) -> None:
-        """``hosts`` are further names of this server; where ``tokens`` ask for none, every client may do everything.
+    def __init__(self, app: ASGIApp, settings: ServiceSettings, tokens: KnownTokens, probes: Collection[str]) -> None:
+        """Where ``tokens`` ask for none, and no proxy names users, every client may do everything.
 
         Requests of the paths ``probes`` need no token.
         """
         self._app = app
-        self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
+        self._hosts = frozenset(host.lower().strip("[]") for host in settings.hosts)
+        self._proxied = ProxiedUsers(settings)
         self._tokens = tokens
         self._probes = frozenset(probes)
 
@@ -86,13 +90,19 @@ class AccessControl:
             raise Problem(421, "foreign-host", "this server does not have that name; use its address")
         if request.scope["path"].removeprefix(request.scope.get("root_path", "")) in self._probes:
             return
-        if self._tokens.is_required:
+        named = self._proxied.holder(request)
+        if self._proxied.are_known or self._tokens.is_required:
             token = sent_token(request.headers.getlist("Authorization"))
-            request.state.holder = holder = None if token is None else self._tokens.holder(token)
-            if token is None or holder is None:
+            holder = None if token is None else self._tokens.holder(token)
+            if token is not None and holder is not None:
+                request.state.still_known = lambda: self._tokens.holder(token) is not None
+            if holder is not None and named is not None:
+                detail = f"the proxy names {named.user}, and the token is one of {holder.user}: send one of them"
+                raise Problem(403, "two-users", detail)
+            request.state.holder = holder = holder or named
+            if holder is None:
                 detail = "send a token: 'Authorization: Bearer TOKEN', or as the password of any user"
                 raise Problem(401, "unauthorized", detail, headers=CHALLENGES)
-            request.state.still_known = lambda: self._tokens.holder(token) is not None
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "").lower()
         foreign = origin is not None and not is_own_page(origin, request.headers.get("Host", ""), self._hosts)
         if foreign or (request.method not in READING and site not in OWN):
@@ -100,7 +110,7 @@ class AccessControl:
 
 
 class StreamPlaces:
-    """The places of event streams: one token has at most a quarter of the server's connections."""
+    """The places of event streams: one user has at most a quarter of the server's connections."""
 
     def __init__(self, connections: int) -> None:
         self._most = max(1, connections // 4)
@@ -108,18 +118,18 @@ class StreamPlaces:
 
     @contextmanager
     def place(self, request: Request) -> Iterator[None]:
-        """Hold a place for the stream that answers ``request``. Raises a ``Problem`` if its token has no more."""
+        """Hold a place for the stream that answers ``request``. Raises a ``Problem`` if its user has no more."""
         if (holder := holder_of(request)) is None:
             yield
             return
-        if self._taken[holder.name] >= self._most:
-            detail = f"the token {holder.name!r} has {self._most} event streams, the most for one token; close some"
+        if self._taken[holder.user] >= self._most:
+            detail = f"{holder.user} has {self._most} event streams, the most for one user; close some"
             raise Problem(429, "too-many-streams", detail)
-        self._taken[holder.name] += 1
+        self._taken[holder.user] += 1
         try:
             yield
         finally:
-            self._taken[holder.name] -= 1
+            self._taken[holder.user] -= 1
 
 
 def sent_token(headers: Sequence[str]) -> bytes | None:

@@ -20,6 +20,7 @@ from asyncpipe.observe.live.handlers import SecurityHeaders
 from asyncpipe.service.http.access_control import AccessControl, StreamPlaces
 from asyncpipe.service.http.pages import Pages
 from asyncpipe.service.http.problems import RESPONSES, answer
+from asyncpipe.service.http.proxied_users import NotesPeer
 from asyncpipe.service.http.routes import PROBES, ROUTERS
 from asyncpipe.service.http.routes.common import changes_need
 from asyncpipe.service.settings.service_settings import ServiceSettings
@@ -55,7 +56,7 @@ def make_api(service: TrainingService, settings: ServiceSettings) -> FastAPI:
         lifespan=lifespan,
         middleware=[
             Middleware(SecurityHeaders),
-            Middleware(AccessControl, hosts=settings.hosts, tokens=service.tokens, probes=PROBES),
+            Middleware(AccessControl, settings=settings, tokens=service.tokens, probes=PROBES),
         ],
         responses=RESPONSES,
         exception_handlers=dict.fromkeys((AsyncpipeError, HTTPException, RequestValidationError), answer),
@@ -74,14 +75,11 @@ async def serve_api(service: TrainingService, settings: ServiceSettings) -> Asyn
     if settings.token is not None:
         if not settings.token.get_secret_value():
             raise OptionError("the token is empty: anybody could send it")
-    elif not is_loopback(settings.address):
+    elif settings.user_header is None and not is_loopback(settings.address):
         rule = "needs a token: give one, or listen on 127.0.0.1"
         raise OptionError(f"address {settings.address}, which others can reach, {rule}")
     app = make_api(service, settings)
-    limits = {
-        "limit_concurrency": settings.max_connections,
-        "proxy_headers": bool(settings.trusted_proxies),
-        "forwarded_allow_ips": list(settings.trusted_proxies),
-    }
-    async with served(app, settings.address, settings.port, "the API", **limits) as port:
+    app.add_middleware(NotesPeer, proxies=settings.trusted_proxies)
+    limit = settings.max_connections
+    async with served(app, settings.address, settings.port, "the API", limit_concurrency=limit) as port:
         yield f"http://{shown_address(settings.address)}:{port}/"

@@ -1,9 +1,10 @@
 """The audit: who changed what, and who was refused; a record each on the logger ``asyncpipe.audit``.
 
-Its fields are ``client``, ``token`` (the name of it), ``what`` (method and path), ``status``, ``job`` of a new job, and
-``key``, a hash of the idempotency key. Refusals come from ``asyncpipe.audit.refused``, so that they can have a file of
-their own, and cannot push changes out of a bounded one: ``asyncpipe serve`` does this (``cli/log_format.py``). An
-application that embeds the API configures the loggers as it does its others.
+Its fields are ``client``, ``user``, ``token`` (its name; none of a user whom a proxy names), ``what`` (method, path),
+``status``, ``job`` of a new job, and ``key``, a hash of the idempotency key. Refusals come from
+``asyncpipe.audit.refused``, so that they can have a file of their own, and cannot push changes out of a bounded one:
+``asyncpipe serve`` does this (``cli/log_format.py``). An application that embeds the API configures the loggers as it
+does its others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def audit(request: Request, holder: TokenHolder | None, begun: Message) -> None:
     location = Headers(raw=begun.get("headers", [])).get("Location", "")
     table = {
         "client": None if request.client is None else request.client.host,
-        "token": None if holder is None else holder.name,
+        "user": None if holder is None else holder.user,
+        "token": None if holder is None else holder.token,
         "what": f"{request.method} {request.scope['path'][:MOST_PATH]}",
         "status": begun["status"],
         "job": location.rpartition("/")[2] or None,

@@ -14,6 +14,7 @@ from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.jobs.artifacts import Artifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.outlook import Outlook
+from asyncpipe.service.token_roles import TokenRole
 
 ID = "^[0-9a-hjkmnp-tv-z]{26}$"
 """The pattern of a job's id."""
@@ -73,6 +74,8 @@ class JobSummary(_ResponseModel):
         ge=0, description="How often the service died unasked while it ran, since its last snapshot or retry."
     )
     forked_from: str | None = Field(description="The id of the job of which it is a copy.")
+    owner: str | None = Field(description="The user whose job it is; null where there are no users.")
+    teams: list[str] = Field(description="Those of its owner when it was submitted.")
 
 
 class JobDetails(JobSummary):
@@ -108,7 +111,7 @@ def _summary(record: JobRecord, outlook: Outlook, longest: int) -> dict[str, Any
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
     of_record = (
         "id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from", "name", "entry",
-        "priority_class", "weight", "deadline", "memory", "schedule", "steps", "replicas",
+        "priority_class", "weight", "deadline", "memory", "schedule", "steps", "replicas", "owner",
     )  # fmt: skip
     snapshot = record.snapshot
     return {
@@ -116,6 +119,7 @@ def _summary(record: JobRecord, outlook: Outlook, longest: int) -> dict[str, Any
         **{name: getattr(record, name) for name in of_record},
         "devices": list(record.devices),
         "tags": list(record.tags),
+        "teams": list(record.teams),
         "cause": record.cause[:longest],
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
     }
@@ -236,6 +240,31 @@ class EntriesAnswer(_ResponseModel):
     """All entries."""
 
     entries: list[EntryAnswer]
+
+
+class Amounts(_ResponseModel):
+    """Of what there are quotas; null: no limit, or not measured."""
+
+    running_devices: int | None
+    queued: int | None
+    bytes: int | None
+
+
+class LimitAnswer(_ResponseModel):
+    """What a user or a team may have, and has."""
+
+    name: str
+    quota: Amounts
+    use: Amounts
+
+
+class MeAnswer(_ResponseModel):
+    """Who asks."""
+
+    user: str | None = Field(description="null where there are no users.")
+    role: TokenRole
+    teams: list[str]
+    limits: list[LimitAnswer] = Field(description="Of the user, then of each team that has a quota.")
 
 
 class WorkersAnswer(_ResponseModel):

@@ -68,9 +68,7 @@ class Pages:
 
     async def _to_page(self, request: Request) -> Response:
         # Relative, so that it is right where a host mounts the API; so are the page's references to its files.
-        return Response(
-            status_code=308, headers={"Location": f"{await job_id(self._service, request.path_params['id'])}/"}
-        )
+        return Response(status_code=308, headers={"Location": f"{await job_id(request, request.path_params['id'])}/"})
 
     async def _state(self, request: Request) -> Response:
         message = await (await self._feed(request)).newest()
@@ -84,7 +82,7 @@ class Pages:
 
     async def _feed(self, request: Request) -> LiveFeed:
         """The feed of the job that ``request`` names. Raises ``UnknownJobError``."""
-        record = await self._service.get(await job_id(self._service, request.path_params["id"]))
+        record = await self._service.get(await job_id(request, request.path_params["id"]))
         view = self._service.view(record.id)
         known = self._feeds.get(record.id)
         if known is None or not known.shows(view, record):

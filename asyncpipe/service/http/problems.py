@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from asyncpipe.errors import AsyncpipeError, OptionError, ScheduleError
+from asyncpipe.service.access import NotYoursError
 from asyncpipe.service.http.models import ErrorAnswer
 from asyncpipe.service.job_states import JobStateError
 from asyncpipe.service.jobs.artifacts import ArtifactError, UnknownArtifactError
@@ -30,6 +31,7 @@ from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     PastDeadlineError,
     QueueFullError,
+    QuotaError,
     StoreError,
     StoreProblem,
     UnknownJobError,
@@ -51,6 +53,8 @@ _logger = logging.getLogger("asyncpipe.service.http")
 TOLD: Mapping[type[AsyncpipeError], tuple[int, str]] = {
     UnknownArtifactError: (404, "unknown-artifact"),
     UnknownHostError: (404, "unknown-host"),
+    NotYoursError: (403, "not-yours"),
+    QuotaError: (409, "quota"),
     QueueFullError: (503, "queue-full"),
     ServiceDrainingError: (503, "draining"),
 }

@@ -133,6 +133,7 @@ class ActiveJobs:
             self._enqueue(record)
         else:
             self.queue.discard(record.id)
+            self._metrics.users.unqueued(record.id)
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
         self.changed.set()
@@ -142,6 +143,7 @@ class ActiveJobs:
         self._metrics.deleted(record.state)
 
     def _enqueue(self, record: JobRecord) -> None:
+        self._metrics.users.queued(record)
         self.queue.put(record, alone=self._is_suspect(record))
 
     def _update(self, record: JobRecord) -> JobRecord:
@@ -154,9 +156,11 @@ class ActiveJobs:
 
     # Requests of clients
 
-    async def submit(self, document: Mapping[str, Any], idempotency_key: str | None) -> tuple[JobRecord, bool]:
-        """The job, and whether it is new. Raises as ``JobStore.add``."""
-        record, new = await self.store.add(document, idempotency_key, most_queued=self._most_queued)
+    async def submit(
+        self, document: Mapping[str, Any], idempotency_key: str | None, **more: Any
+    ) -> tuple[JobRecord, bool]:
+        """The job, and whether it is new. ``more`` and errors as of ``JobStore.add``."""
+        record, new = await self.store.add(document, idempotency_key, most_queued=self._most_queued, **more)
         if new:
             self.follow(None, record)
         return record, new

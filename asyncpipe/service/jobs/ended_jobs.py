@@ -59,10 +59,11 @@ class EndedJobs:
             self._active.follow(before.state, after)
             return after
 
-    async def fork(self, job: str, document: Mapping[str, Any], from_step: int | None = None) -> JobRecord:
+    async def fork(self, job: str, document: Mapping[str, Any], from_step: int | None = None, **more: Any) -> JobRecord:
         """A new job with ``document``, queued, which goes on from a copy of a snapshot of ``job``, in whatever state.
 
-        ``from_step`` as for ``retry``. Raises ``OptionError`` where there is no such snapshot, ``QueueFullError``.
+        ``from_step`` as for ``retry``, ``more`` as for ``JobStore.add``. Raises ``OptionError`` where there is no such
+        snapshot, ``QueueFullError``.
         """
         store = self._active.store
         origin = await store.get(job)
@@ -76,7 +77,7 @@ class EndedJobs:
 
         try:
             step = await in_thread(make)
-            record = await store.fork(new, document, job, step, most_queued=self._most_queued)
+            record = await store.fork(new, document, job, step, most_queued=self._most_queued, **more)
         except BaseException:
             await in_thread(lambda: shutil.rmtree(copy, ignore_errors=True))
             raise

@@ -21,9 +21,10 @@ thousands.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -64,9 +65,12 @@ class JobQueue:
         """The record of ``job``, if it waits."""
         return None if (found := self._jobs.get(job)) is None else found[1]
 
-    def first(self, count: int = LOOK_AHEAD) -> list[JobRecord]:
-        """The first ``count`` jobs."""
-        return [self._jobs[job][1] for _, _, job in self._order[:count]]
+    def first(
+        self, count: int = LOOK_AHEAD, held_back: Callable[[JobRecord], str | None] = lambda _: None
+    ) -> list[JobRecord]:
+        """The first ``count`` jobs of those that nothing holds back."""
+        waiting = (self._jobs[job][1] for _, _, job in self._order)
+        return list(islice((job for job in waiting if held_back(job) is None), count))
 
     def before(self, job: str) -> int:
         """How many wait before ``job``, which waits as well."""

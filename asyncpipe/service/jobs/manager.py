@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -31,11 +32,13 @@ from asyncpipe.service.jobs.ended_jobs import EndedJobs
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
 from asyncpipe.service.jobs.isolation.process_run import ProcessRun
+from asyncpipe.service.jobs.job_folder import JOB_ID
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
 from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decisions, why_behind
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
 from asyncpipe.service.jobs.lost_state import make_ready
 from asyncpipe.service.jobs.outlook import Outlook
+from asyncpipe.service.jobs.quotas import Quotas
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, next_state
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.settings.service_settings import ServiceSettings
@@ -50,6 +53,7 @@ __all__ = ["Manager", "set_within"]
 
 _logger = logging.getLogger(__name__)
 
+_ANY_JOB = re.compile(rf"job {JOB_ID.pattern}")
 RETRY_SECONDS = 5.0
 """Seconds before a failed store is tried again; also the longest wait before a failed job is tried again."""
 
@@ -78,6 +82,8 @@ class Manager:
         self.pool = DevicePool(workers=launcher, worker_path=folders, **settings.hangs)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self.ended = EndedJobs(self.jobs, self.logs.folder, settings.max_queued)
+        self.quotas = Quotas(settings.quotas, store, self.logs.folder)
+        store.admit = self.quotas.admit
         self.entries = entries
         self.processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None
         self._hung = 0
@@ -176,6 +182,9 @@ class Manager:
             return None
         if self.shutdown is not None:
             return self.shutdown
+        record = self.jobs.queue.get(job)
+        if record is not None and (held_back := self._held_back()(record)) is not None:
+            return held_back
         found = list(self._decisions())
         for each in found:
             if each.job == job:
@@ -196,7 +205,10 @@ class Manager:
         if (run := self.jobs.running.get(job)) is not None:
             return run.pace.outlook(run.waits_for)
         place = self.jobs.queue.before(job) + 1 if job in self.jobs.queue else None
-        return Outlook(waits_for=self.waits_for(job), place=place)
+        reason = self.waits_for(job)
+        if reason is not None and self.settings.others == "none":
+            reason = _ANY_JOB.sub("another job", reason)
+        return Outlook(waits_for=reason, place=place)
 
     # Starting jobs
 
@@ -245,10 +257,13 @@ class Manager:
         return False
 
     def _decisions(self) -> Iterator[QueueDecision]:
-        waiting = map(self._candidate, self.jobs.queue.first())
+        waiting = map(self._candidate, self.jobs.queue.first(held_back=self._held_back()))
         running = (self._candidate(run.record, run.has_snapshot) for run in self.jobs.running.values())
         most, share, limits = self.settings.max_running, self.settings.share_devices, self.settings.memory_limit
         return decisions(waiting, running, most, share_devices=share, limits=limits)
+
+    def _held_back(self) -> Callable[[JobRecord], str | None]:
+        return self.quotas.may_begin(run.record for run in self.jobs.running.values())
 
     def _candidate(self, record: JobRecord, has_snapshot: bool = False) -> Candidate:
         suspect = not has_snapshot and self._is_suspect(record)

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from asyncpipe.observe.metrics import MergedCollector, PipelineCollector
 from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.jobs.user_metrics import UserMetrics
 
 __all__ = ["ServiceMetrics"]
 
@@ -46,6 +47,8 @@ class ServiceMetrics(Collector):
         self.hung_tasks: Callable[[], int] = lambda: 0
         self.heartbeats: Callable[[], Mapping[str, float]] = dict
         self.drained: Callable[[], Mapping[str, bool]] = dict
+        self.users = UserMetrics()
+        """What users have."""
         self._merged = MergedCollector()
         self._collectors: dict[str, PipelineCollector] = {}
         """By job, in the order in which their runs ended."""
@@ -113,6 +116,7 @@ class ServiceMetrics(Collector):
 
         Its label is the job's name, with the end of the job's id appended if another job has the same name.
         """
+        self.users.began(record)
         with self._lock:
             collector = self._collectors.pop(record.id, None)
             if collector is None:
@@ -126,6 +130,7 @@ class ServiceMetrics(Collector):
 
     def ended(self, job: str) -> None:
         """A run of ``job`` has ended; its metrics stay until ``MOST_ENDED`` other runs have ended."""
+        self.users.ended(job)
         with self._lock:
             self._running.discard(job)
             collector = self._collectors.pop(job, None)
@@ -176,6 +181,11 @@ class ServiceMetrics(Collector):
         yield _family(gauge, "worker_heartbeat_age_seconds", text, self.heartbeats(), "worker")
         text = "1 while jobs are to leave the host, else 0. A worker that names no host is one by itself."
         yield _family(gauge, "host_draining", text, self.drained(), "host")
+        devices, queued, seconds_used = self.users.now()
+        text = "Devices of running jobs, each once for each job that has it, by the user whose jobs they are."
+        yield _family(gauge, "user_running_devices", text, devices, "user")
+        yield _family(gauge, "user_queued_jobs", "Queued jobs by user.", queued, "user")
+        yield _family(counter, "user_device_seconds", "Seconds that a user has had devices.", seconds_used, "user")
         yield _family(counter, "job_log_failures", "Failures to write the files of a job's log.", {(): log_failures})
 
 

@@ -23,6 +23,11 @@ A complete file::
     [memory_limit]
     "cuda:0" = "70 GiB"                 # for the declared memory of all jobs there
 
+    [quotas]
+    default = { running_devices = 4, queued = 200, bytes = "200 GiB" }  # of each user
+    users.alice = { running_devices = 8 }
+    teams.vision = { running_devices = 6 }
+
 Paths are relative to the working directory. Importing this module reads nothing; constructing ``ServiceSettings`` reads
 the environment, the file and the token's file, and changes nothing.
 """
@@ -47,6 +52,7 @@ from pydantic_settings import (
 from asyncpipe.errors import AsyncpipeError, DeviceError
 from asyncpipe.observe.http_hosts import is_loopback
 from asyncpipe.service.settings import setting_types as types
+from asyncpipe.service.settings.quota_settings import QuotaSettings
 from asyncpipe.service.settings.retention_settings import RetentionSettings
 from asyncpipe.service.settings.setting_types import EntrySettings
 from asyncpipe.service.settings.token_file import read_token
@@ -156,6 +162,20 @@ class ServiceSettings(FolderSettings):
     """what clients must send, by ASYNCPIPE_TOKEN; must be a text"""
     token_file: Path | None = None
     """the file that has the token; must be the path of a file of mode 0600"""
+    user_header: types.HeaderName | None = None
+    """the header by which a trusted proxy names the user, as X-Forwarded-User; must be the name of a header"""
+    groups_header: types.HeaderName | None = None
+    """the header by which it names the user's teams, with commas between them; must be the name of a header"""
+    user_proxies: types.Networks = ()
+    proxy_role: Literal["read", "submit"] = "submit"
+    """what users may whom the proxy names, unless they are operators; must be read or submit"""
+    operators: types.UserNames = ()
+    team_access: Literal["none", "read", "change"] = "read"
+    """what users may do with jobs of their teams; must be none, read or change"""
+    others: Literal["none", "read"] = "read"
+    """whether users see the jobs of all others; must be none or read"""
+    quotas: QuotaSettings = QuotaSettings()
+
     max_body: types.ByteCount = ByteSize(16 * 1024)
     """the size of a request's body; must be a number of bytes, such as 16384 or 16KiB"""
     max_connections: types.PositiveInteger = 1000
@@ -197,8 +217,14 @@ class ServiceSettings(FolderSettings):
         if self.token_file is not None:
             object.__setattr__(self, "token", SecretStr(read_token(self.token_file)))
         rule = "which others can reach, needs a token: give token_file or ASYNCPIPE_TOKEN, or listen on 127.0.0.1"
-        if self.token is None and not is_loopback(self.address):
+        if self.token is None and self.user_header is None and not is_loopback(self.address):
             raise ValueError(f"address: {self.address!r}, {rule}")
+        if not self.user_header and (self.groups_header or self.user_proxies or self.operators):
+            raise ValueError("user_header: missing; groups_header, user_proxies and operators do nothing without it")
+        if self.user_header and not self.user_proxies:
+            raise ValueError("user_proxies: missing; user_header is believed from the addresses there alone")
+        if {"0.0.0.0/0", "::/0"} & set(self.user_proxies):
+            raise ValueError("user_proxies: that is everybody, who could be any user; list the proxies' addresses")
         is_reached = self.metrics_port is not None and not is_loopback(self.metrics_address)
         if is_reached and self.metrics_access == "certificate" and self.metrics_client_authority is None:
             raise ValueError(

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Confi
 from pydantic_settings import NoDecode
 
 from asyncpipe.service.settings.token_file import check_token
+from asyncpipe.service.token_roles import NAME_RULE, is_name
 
 __all__ = [
     "ByteCount",
@@ -25,6 +26,7 @@ __all__ = [
     "DeviceNames",
     "EntrySettings",
     "EntryTable",
+    "HeaderName",
     "HostNames",
     "MemoryLimit",
     "Networks",
@@ -33,12 +35,16 @@ __all__ = [
     "PositiveInteger",
     "Seconds",
     "Token",
+    "UserNames",
 ]
 
 _DEVICES = 'must be a list of device names, cpu, cpu:N, cuda or cuda:N, such as ["cpu:0", "cpu:1"] or ["host/cuda:0"]'
 _ENTRIES = 'must be a list of entries that jobs may name, or a table of them, as ["package.module:factory"]'
 _HOSTS = 'must be a list of host names without scheme and port, such as ["train.example.org"]'
 _NETWORKS = 'must be a list of addresses or networks, such as ["10.0.0.7", "10.1.0.0/16"]'
+
+_HEADER = "must be the name of a header, such as X-Forwarded-User"
+_USERS = 'must be a list of users, such as ["carol"]; each '
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _DEVICE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?(cpu|cuda)(:(\d|[1-9]\d|1[01]\d|12[0-7]))?", re.ASCII)
@@ -115,6 +121,12 @@ def _check_networks(names: tuple[str, ...]) -> tuple[str, ...]:
         raise ValueError(f"{_NETWORKS}; {error}") from None
 
 
+def _check_users(names: tuple[str, ...]) -> tuple[str, ...]:
+    if all(map(is_name, names)):
+        return names
+    raise ValueError(_USERS + NAME_RULE)
+
+
 class EntrySettings(BaseModel):
     """What the operator says about one entry that jobs may name."""
 
@@ -128,6 +140,8 @@ _Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_read)]
 DeviceNames = Annotated[_Texts, AfterValidator(_check_devices), Field(description=_DEVICES)]
 HostNames = Annotated[_Texts, AfterValidator(_check_hosts), Field(description=_HOSTS)]
 Networks = Annotated[_Texts, AfterValidator(_check_networks), Field(description=_NETWORKS)]
+UserNames = Annotated[_Texts, AfterValidator(_check_users), Field(description=_USERS + NAME_RULE)]
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9-]{0,99}$", description=_HEADER)]
 EntryTable = Annotated[
     dict[Annotated[str, AfterValidator(_check_entry)], EntrySettings],
     NoDecode,

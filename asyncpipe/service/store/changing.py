@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, PriorityClass
 from asyncpipe.service.store.device_runs import begin_run, end_run
@@ -14,8 +14,10 @@ from asyncpipe.service.store.finding import number_of
 from asyncpipe.service.store.job_records import JobEvent, write_events
 from asyncpipe.service.store.store_errors import QueueFullError
 
-__all__ = ["change_state", "check_room", "insert_job", "update_job"]
+__all__ = ["Admit", "change_state", "check_room", "insert_job", "update_job"]
 
+Admit: TypeAlias = Callable[[sqlite3.Connection, str | None, Collection[str], Mapping[str, Any]], None]
+"""Of a connection, and of a job's owner, the owner's teams and its document."""
 _CHANGING = (
     "state", "cause", "updated", "attempts", "step", "snapshot", "asked", "asked_cause", "crashes", "failures",
     "from_step", "placed", "root",

@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from asyncpipe.errors import OptionError
+from asyncpipe.service.access import Whose
 from asyncpipe.service.job_states import MAX_NAME, JobRecord, JobState, is_tag
 from asyncpipe.service.store.store_errors import MOST_CANDIDATES, AmbiguousJobError, JobCandidate, UnknownJobError
 
-__all__ = ["JobFilter", "every_job", "find_job", "is_text", "list_jobs", "number_of", "resolve_job"]
+__all__ = [
+    "JobFilter",
+    "count_queued",
+    "every_job",
+    "find_job",
+    "is_text",
+    "last_failures",
+    "list_jobs",
+    "number_of",
+    "of_whose",
+    "resolve_job",
+    "trained_seconds",
+]
 
 _COLUMNS = (
     "id", "document", "state", "cause", "submitted", "updated", "attempts", "step", "snapshot", "asked", "asked_cause",
@@ -41,6 +55,8 @@ class JobFilter:
     """That have changed, or done a step, at this Unix time or later."""
     owner: str | None = None
     """Of this user."""
+    whose: Whose | None = None
+    """Of these users and teams, whoever else's jobs there are."""
 
     def __post_init__(self) -> None:
         for name, value in (("entry", self.entry), ("owner", self.owner), ("text", self.text)):
@@ -95,7 +111,7 @@ def list_jobs(
 
 def _conditions(wanted: JobFilter) -> tuple[list[str], list[Any]]:
     """What jobs of ``wanted`` meet beside their state, as SQL and its values."""
-    found: list[tuple[str, list[Any]]] = []
+    found = [of_whose(wanted.whose)]
     if wanted.entry is not None:
         found.append(("entry = ?", [wanted.entry]))
     if wanted.owner is not None:
@@ -110,23 +126,44 @@ def _conditions(wanted: JobFilter) -> tuple[list[str], list[Any]]:
     return [clause for clause, _ in found], [value for _, values in found for value in values]
 
 
+def of_whose(whose: Whose | None) -> tuple[str, list[Any]]:
+    """What the jobs of ``whose`` meet, as SQL and its values; ``None``: all jobs."""
+    if whose is None:
+        return "1", []
+    # By the index of owners also where another index finds the rest.
+    clauses, values = ["number IN (SELECT number FROM jobs WHERE owner = ?)"], [whose.user, *whose.teams]
+    if whose.teams:
+        places = ", ".join("?" * len(whose.teams))
+        clauses.append(f"EXISTS (SELECT 1 FROM json_each(teams) WHERE value IN ({places}))")  # noqa: S608
+    return f"({' OR '.join(clauses)})", values
+
+
+def count_queued(db: sqlite3.Connection, whose: Whose) -> int:
+    """How many jobs of ``whose`` are queued."""
+    clause, values = of_whose(whose)
+    query = f"SELECT count(*) FROM jobs WHERE state = ? AND {clause}"  # noqa: S608 - no input
+    return int(db.execute(query, (JobState.QUEUED, *values)).fetchone()[0])
+
+
 def every_job(db: sqlite3.Connection) -> tuple[JobRecord, ...]:
     """All jobs, oldest first."""
     return tuple(map(_record, db.execute(f"{_SELECT} ORDER BY number").fetchall()))
 
 
-def resolve_job(db: sqlite3.Connection, text: str) -> str:
+def resolve_job(db: sqlite3.Connection, text: str, whose: Whose | None = None) -> str:
     """The id of the job that ``text`` means: its id, the unique beginning of its id, or its name if no other has it.
 
-    Raises ``UnknownJobError``, and ``AmbiguousJobError`` with the newest of the jobs that it may mean.
+    Jobs that are not of ``whose`` do not count. Raises ``UnknownJobError``, and ``AmbiguousJobError`` with the newest
+    of the jobs that it may mean.
     """
+    clause, values = of_whose(whose)
     if db.execute("SELECT id FROM jobs WHERE id = ?", (text,)).fetchone() is not None:
         return text
     rows = db.execute(
-        "SELECT id, name, state FROM jobs WHERE number IN ("
+        "SELECT id, name, state FROM jobs WHERE number IN ("  # noqa: S608 - no input
         "SELECT number FROM jobs WHERE name = ? UNION SELECT number FROM jobs WHERE id >= ? AND id < ?"
-        ") ORDER BY number DESC LIMIT ?",
-        (text, text.lower(), text.lower() + "\U0010ffff", MOST_CANDIDATES + 1),
+        f") AND {clause} ORDER BY number DESC LIMIT ?",
+        (text, text.lower(), text.lower() + "\U0010ffff", *values, MOST_CANDIDATES + 1),
     ).fetchall()
     if not rows:
         raise UnknownJobError(text)
@@ -134,6 +171,29 @@ def resolve_job(db: sqlite3.Connection, text: str) -> str:
         raise AmbiguousJobError(text, [JobCandidate(job, name, JobState(state)) for job, name, state in rows])
     found: str = rows[0][0]
     return found
+
+
+def last_failures(db: sqlite3.Connection, most: int) -> tuple[tuple[str, str, JobState, float], ...]:
+    """(id, name, state, since when) of the last ``most`` jobs that are failed or quarantined, oldest first."""
+    rows = db.execute(
+        "SELECT id, name, state, (SELECT at FROM events WHERE job = number AND kind = 'state'"
+        " ORDER BY sequence DESC LIMIT 1) AS since FROM jobs WHERE state IN (?, ?) ORDER BY since DESC LIMIT ?",
+        (JobState.FAILED, JobState.QUARANTINED, most),
+    ).fetchall()
+    return tuple((job, name, JobState(state), at) for job, name, state, at in reversed(rows))
+
+
+def trained_seconds(db: sqlite3.Connection, jobs: Collection[str], now: float) -> dict[str, float]:
+    """How long each of ``jobs`` has been running in all, until ``now`` if it still does; unknown jobs are left out."""
+    rows = db.execute(
+        "SELECT id, sum(iif(state = ?, max(coalesce(until, ?) - at, 0), 0)) FROM ("  # noqa: S608 - no input
+        "SELECT jobs.id AS id, json_extract(data, '$.to') AS state, at,"
+        " lead(at) OVER (PARTITION BY job ORDER BY sequence) AS until"
+        " FROM jobs JOIN events ON events.job = jobs.number AND kind = 'state'"
+        f" WHERE jobs.id IN ({', '.join('?' * len(jobs))})) GROUP BY id",
+        (JobState.RUNNING, now, *jobs),
+    )
+    return dict(rows.fetchall())
 
 
 def is_text(text: object) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncpipe.errors import OptionError
+from asyncpipe.service.access import Whose
 from asyncpipe.service.job_states import (
     FINAL_STATES,
     IDEMPOTENCY_KEY,
@@ -33,11 +34,22 @@ from asyncpipe.service.job_states import (
     tidy_cause,
 )
 from asyncpipe.service.store import job_records
-from asyncpipe.service.store.changing import change_state, check_room, insert_job, update_job
+from asyncpipe.service.store.changing import Admit, change_state, check_room, insert_job, update_job
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.device_runs import DeviceRun, read_runs
-from asyncpipe.service.store.finding import JobFilter, every_job, find_job, is_text, list_jobs, number_of, resolve_job
+from asyncpipe.service.store.finding import (
+    JobFilter,
+    every_job,
+    find_job,
+    is_text,
+    last_failures,
+    list_jobs,
+    number_of,
+    of_whose,
+    resolve_job,
+    trained_seconds,
+)
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.store_errors import (
     AmbiguousJobError,
@@ -45,6 +57,7 @@ from asyncpipe.service.store.store_errors import (
     JobCandidate,
     PastDeadlineError,
     QueueFullError,
+    QuotaError,
     UnknownJobError,
 )
 
@@ -57,6 +70,7 @@ __all__ = [
     "JobStore",
     "PastDeadlineError",
     "QueueFullError",
+    "QuotaError",
     "StoreError",
     "StoreProblem",
     "UnknownJobError",
@@ -113,6 +127,8 @@ class JobStore:
         self.path = Path(path).absolute()
         self._clock = clock
         self._make_id = make_id
+        self.admit: Admit = lambda *_: None
+        """Called in the store's thread before a client's request queues a job; raises what refuses it."""
         self._thread = DatabaseThread(self.path, busy_seconds)
         # Ends the thread, which does not refer to the store, when the store is collected without having been closed, or
         # the interpreter exits.
@@ -158,15 +174,17 @@ class JobStore:
 
         ``more`` are its ``owner``, ``teams`` and ``code``. Raises ``OptionError`` (the key),
         ``IdempotencyConflictError`` where the key was used with another document, ``QueueFullError`` for a new job if
-        ``most_queued`` jobs are queued already, and ``PastDeadlineError``.
+        ``most_queued`` jobs are queued already, and ``PastDeadlineError``. Each owner has idempotency keys of his own.
         """
         digest = sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):
             raise OptionError(f"an idempotency key is {IDEMPOTENCY_KEY}")
+        owner = more.get("owner")
+        own_key = idempotency_key if owner is None or idempotency_key is None else f"{owner}\n{idempotency_key}"
 
         def change(db: sqlite3.Connection) -> tuple[JobRecord, bool]:
             if idempotency_key is not None:
-                row = db.execute("SELECT id, digest FROM jobs WHERE idempotency_key = ?", (idempotency_key,)).fetchone()
+                row = db.execute("SELECT id, digest FROM jobs WHERE idempotency_key = ?", (own_key,)).fetchone()
                 if row is not None and row[1] != digest:
                     raise IdempotencyConflictError(idempotency_key, row[0])
                 if row is not None:
@@ -174,7 +192,8 @@ class JobStore:
             at, deadline = self._clock(), document.get("deadline")
             if deadline is not None and deadline <= at:
                 raise PastDeadlineError(deadline)
-            job, key = self._make_id(at), {"idempotency_key": idempotency_key, "digest": digest}
+            self.admit(db, owner, more.get("teams", ()), document)
+            job, key = self._make_id(at), {"idempotency_key": own_key, "digest": digest}
             insert_job(db, job, document, at, "submitted", most_queued, **key, **more)
             return find_job(db, job), True
 
@@ -199,6 +218,7 @@ class JobStore:
         more |= {"forked_from": origin, "step": step, "snapshot": f"step-{step}" if step else None}
 
         def change(db: sqlite3.Connection) -> JobRecord:
+            self.admit(db, more.get("owner"), more.get("teams", ()), document)
             number = insert_job(db, job, document, self._clock(), cause, most_queued, **more)
             job_records.copy_losses(db, origin, number, step)
             return find_job(db, job)
@@ -232,6 +252,8 @@ class JobStore:
             record = find_job(db, job)
             check_transition(job, record.state, to, expect)
             check_room(db, most_queued)
+            if most_queued is not None:
+                self.admit(db, record.owner, record.teams, record.document)
             counted = replace(
                 record,
                 crashes=record.crashes + crashed,
@@ -263,6 +285,7 @@ class JobStore:
                 raise JobStateError(job, record.state, "be retried, since it has not ended")
             check_transition(job, record.state, JobState.QUEUED)
             check_room(db, most_queued)
+            self.admit(db, record.owner, record.teams, record.document if document is None else document)
             changes: dict[str, Any] = {} if document is None else {"document": document}
             if from_step is not None:
                 snapshot = f"step-{from_step}" if from_step else None
@@ -379,12 +402,12 @@ class JobStore:
         """The job of this id."""
         return await self._about(job, lambda db: find_job(db, job))
 
-    async def resolve(self, text: str) -> str:
+    async def resolve(self, text: str, whose: Whose | None = None) -> str:
         """The id of the job that ``text`` means: its id, the unique beginning of it, or its name if no other has it.
 
-        Raises ``AmbiguousJobError``, which lists candidates.
+        Of the jobs of ``whose``, or of all. Raises ``AmbiguousJobError``, which lists candidates.
         """
-        return await self._about(text, lambda db: resolve_job(db, text))
+        return await self._about(text, lambda db: resolve_job(db, text, whose))
 
     async def list(
         self, wanted: JobFilter = ALL_JOBS, limit: int = 100, after: str | None = None, *, newest_first: bool = False
@@ -402,6 +425,12 @@ class JobStore:
         """All jobs, oldest first: for the comparison with their folders."""
         return await self._thread.run(every_job)
 
+    async def updated(self, whose: Whose) -> Sequence[tuple[str, float]]:
+        """The ids of all jobs of ``whose``, and when each was updated."""
+        clause, values = of_whose(whose)
+        every = f"SELECT id, updated FROM jobs WHERE {clause}"  # noqa: S608 - no input
+        return await self._thread.run(lambda db: db.execute(every, values).fetchall())
+
     async def ever(self) -> int:
         """How many jobs there have ever been, those that were deleted as well."""
         number = "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'jobs'"
@@ -418,48 +447,30 @@ class JobStore:
 
         return await self._thread.run(read)
 
-    async def count(self) -> dict[JobState, int]:
-        """How many jobs are in each state, 0 included."""
+    async def count(self, whose: Whose | None = None) -> dict[JobState, int]:
+        """How many jobs of ``whose`` (``None``: of everybody) are in each state, 0 included."""
+        clause, values = of_whose(whose)
 
         def read(db: sqlite3.Connection) -> dict[JobState, int]:
-            counts = db.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
+            counts = db.execute(f"SELECT state, count(*) FROM jobs WHERE {clause} GROUP BY state", values).fetchall()  # noqa: S608 - no input
             return dict.fromkeys(JobState, 0) | {JobState(state): count for state, count in counts}
 
         return await self._thread.run(read)
 
-    async def newest_change(self) -> int:
-        """The number of the newest transition of any job: while it stays the same, no job has changed its state."""
-        newest = "SELECT coalesce(max(sequence), 0) FROM events WHERE kind = 'state'"
-        return await self._thread.run(lambda db: int(db.execute(newest).fetchone()[0]))
+    async def newest_change(self, whose: Whose | None = None) -> int:
+        """The number of the newest transition of a job of ``whose``: while it stays, none has changed its state."""
+        clause, values = of_whose(whose)
+        of_jobs = "" if whose is None else f" AND job IN (SELECT number FROM jobs WHERE {clause})"  # noqa: S608
+        newest = f"SELECT coalesce(max(sequence), 0) FROM events WHERE kind = 'state'{of_jobs}"  # noqa: S608
+        return await self._thread.run(lambda db: int(db.execute(newest, values).fetchone()[0]))
 
     async def last_failures(self, most: int) -> tuple[tuple[str, str, JobState, float], ...]:
         """(id, name, state, since when) of the last ``most`` jobs that are failed or quarantined, oldest first."""
-
-        def read(db: sqlite3.Connection) -> tuple[tuple[str, str, JobState, float], ...]:
-            rows = db.execute(
-                "SELECT id, name, state, (SELECT at FROM events WHERE job = number AND kind = 'state'"
-                " ORDER BY sequence DESC LIMIT 1) AS since FROM jobs WHERE state IN (?, ?) ORDER BY since DESC LIMIT ?",
-                (JobState.FAILED, JobState.QUARANTINED, most),
-            ).fetchall()
-            return tuple((job, name, JobState(state), at) for job, name, state, at in reversed(rows))
-
-        return await self._thread.run(read)
+        return await self._thread.run(lambda db: last_failures(db, most))
 
     async def trained_seconds(self, jobs: Collection[str]) -> dict[str, float]:
         """How long each of ``jobs`` has been running in all, until now if it still does; unknown jobs are left out."""
-
-        def read(db: sqlite3.Connection) -> dict[str, float]:
-            rows = db.execute(
-                "SELECT id, sum(iif(state = ?, max(coalesce(until, ?) - at, 0), 0)) FROM ("  # noqa: S608 - no input
-                "SELECT jobs.id AS id, json_extract(data, '$.to') AS state, at,"
-                " lead(at) OVER (PARTITION BY job ORDER BY sequence) AS until"
-                " FROM jobs JOIN events ON events.job = jobs.number AND kind = 'state'"
-                f" WHERE jobs.id IN ({', '.join('?' * len(jobs))})) GROUP BY id",
-                (JobState.RUNNING, self._clock(), *jobs),
-            )
-            return dict(rows.fetchall())
-
-        return await self._thread.run(read)
+        return await self._thread.run(lambda db: trained_seconds(db, jobs, self._clock()))
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first."""

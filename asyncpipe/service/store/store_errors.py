@@ -14,6 +14,7 @@ __all__ = [
     "JobCandidate",
     "PastDeadlineError",
     "QueueFullError",
+    "QuotaError",
     "UnknownJobError",
 ]
 
@@ -71,3 +72,7 @@ class QueueFullError(AsyncpipeError, RuntimeError):
     def __init__(self, most: int) -> None:
         super().__init__(f"the queue is full: {most} jobs wait; try again when some of them have begun")
         self.most = most
+
+
+class QuotaError(AsyncpipeError, RuntimeError):
+    """A quota of a user or a team does not let a job be queued; the message says which, and what is in use."""

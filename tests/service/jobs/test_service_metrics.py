@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from asyncpipe.service.job_states import JobRecord, JobState
-from asyncpipe.service.jobs import service_metrics
+from asyncpipe.service.jobs import service_metrics, user_metrics
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
@@ -108,3 +109,35 @@ def test_a_registry_takes_it():
     text = generate_latest(registry).decode()
     assert "asyncpipe_job_queue_seconds_count 0.0" in text
     assert text.count("# HELP asyncpipe_steps_total") == 1
+
+
+def test_users_have_series_and_no_more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_metrics, "MOST_USERS", 2)
+    now = [100.0]
+    metrics = ServiceMetrics()
+    metrics.users = user_metrics.UserMetrics(lambda: now[0])
+
+    def of(user: str | None, job: str, devices: int = 1, state: JobState = RUNNING) -> JobRecord:
+        placed = tuple(f"cpu:{index}" for index in range(devices))
+        return JobRecord(job, {"name": "job", "entry": "m:f"}, state, "because", 0.0, 0.0, owner=user, placed=placed)
+
+    def seen(family: str) -> dict[str, float]:
+        return {labels[-1]: value for labels, value in samples(metrics, f"user_{family}").items()}
+
+    for job, user in enumerate([None, "alice", "bob", "carol", "dan", "alice"]):
+        metrics.users.queued(of(user, f"q{job}", state=QUEUED))
+    assert seen("queued_jobs") == {"alice": 2, "bob": 1, "other": 2}
+    metrics.users.unqueued("q1")
+    metrics.users.unqueued("q1")
+    for job, user, devices in (("1", "alice", 2), ("2", "carol", 1), ("3", "dan", 3), ("4", None, 8)):
+        metrics.collector_of(of(user, job, devices))
+    now[0] += 10
+    metrics.ended("2")
+    metrics.ended("2")
+    now[0] += 5
+    assert seen("queued_jobs") == {"alice": 1, "bob": 1, "other": 2}
+    assert seen("running_devices") == {"alice": 2, "bob": 0, "other": 3}
+    assert seen("device_seconds") == {"alice": 30, "bob": 0, "other": 10 + 45}
+    metrics.ended("1")
+    now[0] += 100
+    assert seen("device_seconds")["alice"] == 30

@@ -24,6 +24,6 @@ ROUTERS = (
     (documents.router, TokenRole.OPERATE),
     (probes.router, TokenRole.OPERATE),
 )
-"""All of them, with what a token must allow for a change by them; deleting is always the operator's."""
+"""All of them, with the role that a change by them needs; what is changed of a job needs a right to it as well."""
 PROBES = frozenset({"/livez", "/readyz"})
 """Paths that need no token."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from fastapi import Request
+
 from asyncpipe.core.schedules.registry import known_schedules
 from asyncpipe.service.http import models
-from asyncpipe.service.http.routes.common import Service, api_router
+from asyncpipe.service.http.access_control import holder_of
+from asyncpipe.service.http.routes.common import Seen, Service, api_router
+from asyncpipe.service.token_roles import TokenRole
 
 __all__ = ["router"]
 
@@ -28,7 +32,17 @@ async def entries(service: Service) -> models.EntriesAnswer:
 
 
 @router.get("/counts")
-async def counts(service: Service) -> models.CountsAnswer:
+async def counts(service: Service, seen: Seen) -> models.CountsAnswer:
     """How many jobs are in each state, and whether any has changed: asked again and again while somebody looks."""
-    states, sequence = await service.changes()
+    states, sequence = await service.changes(seen)
     return models.CountsAnswer(states=dict(states), sequence=sequence)
+
+
+@router.get("/me")
+async def me(service: Service, request: Request) -> models.MeAnswer:
+    """Who asks, what the role is, and what quotas allow; without users, somebody who may do everything."""
+    holder = holder_of(request)
+    if holder is None:
+        return models.MeAnswer(user=None, role=TokenRole.OPERATE, teams=[], limits=[])
+    limits = await service.use(holder.user, holder.teams)
+    return models.MeAnswer.model_validate({**holder._asdict(), "teams": list(holder.teams), "limits": limits})

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Query, Request, Response
 
 from asyncpipe.service.http import models
-from asyncpipe.service.http.routes.common import CAUSE, JobId, Service, api_router, details, locate
+from asyncpipe.service.http.routes.common import CAUSE, JobId, Service, api_router, details, locate, owner_of
 
 __all__ = ["router"]
 
@@ -25,7 +25,7 @@ async def fork(
     service: Service, request: Request, response: Response, job: JobId, asked: models.RetryRequest
 ) -> models.JobDetails:
     """Submit a copy of a job that goes on from a snapshot of it."""
-    copy = await service.fork(job, asked.from_step, asked.changes)
+    copy = await service.fork(job, asked.from_step, asked.changes, **owner_of(request))
     locate(request, response, copy)
     return await details(service, copy)
 

@@ -13,7 +13,17 @@ from asyncpipe.service.http import models
 from asyncpipe.service.http.access_control import still_known
 from asyncpipe.service.http.event_stream import job_events
 from asyncpipe.service.http.problems import invalid
-from asyncpipe.service.http.routes.common import CAUSE, JobId, Service, Step, api_router, details, locate
+from asyncpipe.service.http.routes.common import (
+    CAUSE,
+    JobId,
+    Seen,
+    Service,
+    Step,
+    api_router,
+    details,
+    locate,
+    owner_of,
+)
 from asyncpipe.service.job_states import IDEMPOTENCY_KEY, MAX_NAME, MAX_TAGS, TAG_PATTERN, JobState
 from asyncpipe.service.store.job_store import JobFilter, UnknownJobError
 from asyncpipe.service.submission.submission import Amendment
@@ -44,7 +54,7 @@ async def submit(
     key: Key = None,
 ) -> models.JobDetails:
     """Submit a job."""
-    record, is_new = await service.submit(job, key)
+    record, is_new = await service.submit(job, key, **owner_of(request))
     response.status_code = 201 if is_new else 200
     locate(request, response, record)
     return await details(service, record)
@@ -86,10 +96,12 @@ async def change_schedule(service: Service, job: JobId, asked: models.ScheduleRe
 @router.get("", name="list")
 async def list_jobs(
     service: Service,
+    seen: Seen,
     state: Annotated[list[JobState] | None, Query()] = None,
     entry: _Word = None,
     tag: Annotated[list[Annotated[str, Field(pattern=f"^{TAG_PATTERN}$")]] | None, Query(max_length=MAX_TAGS)] = None,
     text: _Word = None,
+    owner: _Word = None,
     since: Annotated[float | None, Query(ge=0, lt=1e15, description="Unix time: only jobs that changed since")] = None,
     limit: Count = 100,
     after: Annotated[
@@ -98,8 +110,11 @@ async def list_jobs(
     order: Literal["newest", "oldest"] = "newest",
 ) -> models.JobsAnswer:
     """Jobs that meet all that is asked for, the newest first."""
-    wanted = JobFilter(frozenset(state) if state else None, entry, tuple(tag or ()), text, since)
+    wanted = JobFilter(frozenset(state) if state else None, entry, tuple(tag or ()), text, since, owner, seen)
     try:
+        if seen is not None and after is not None:
+            last = await service.get(after)
+            after = after if seen.has(last.owner, last.teams) else ""
         records = await service.list(wanted, limit, after, newest_first=order == "newest")
     except UnknownJobError:
         raise invalid(("after", "must be the id of a job, and no job has this one")) from None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, TypeAlias
 
 from fastapi import Path
 
 from asyncpipe.service.http import models
-from asyncpipe.service.http.routes.common import Service, api_router
+from asyncpipe.service.http.routes.common import Seen, Service, api_router
+from asyncpipe.service.job_states import JobState
+from asyncpipe.service.store.job_store import JobFilter
 
 __all__ = ["router"]
 
@@ -17,9 +20,14 @@ Host: TypeAlias = Annotated[str, Path(max_length=200, description="the host, as 
 
 
 @router.get("", name="workers")
-async def list_workers(service: Service) -> models.WorkersAnswer:
+async def list_workers(service: Service, seen: Seen) -> models.WorkersAnswer:
     """Worker processes and their hosts."""
-    return models.WorkersAnswer.model_validate({"workers": await service.workers()})
+    workers = await service.workers()
+    if seen is not None:
+        running = JobFilter(frozenset({JobState.RUNNING}), whose=seen)
+        known = {job.id for job in await service.list(running, models.MOST_LISTED)}
+        workers = [replace(each, jobs=tuple(job for job in each.jobs if job in known)) for each in workers]
+    return models.WorkersAnswer.model_validate({"workers": workers})
 
 
 @router.post("/{host}/drain")
