@@ -68,6 +68,7 @@ class Service:
     keys: dict[str, str] = field(default_factory=dict)
     sent: list[tuple[str, str, Any]] = field(default_factory=list)
     events: str = ""
+    me: dict[str, Any] = field(default_factory=lambda: {"user": None, "teams": [], "role": "operate", "limits": []})
     holds: threading.Event | None = None
     """A stream of events waits for this behind its last one, where there is one."""
 
@@ -91,6 +92,8 @@ class Service:
             return 201, {**self.jobs[self.keys[key]], "document": body}
         if path.startswith("/v1/jobs?"):
             return 200, {"jobs": list(self.jobs.values()), "next": None}
+        if path == "/v1/me":
+            return 200, self.me
         if path.startswith("/v1/workers"):
             host, _, what = path.removeprefix("/v1/workers").strip("/").partition("/")
             found = [{**WORKER, "draining": what == "drain"}] if host in ("", "host-a") else []
@@ -183,6 +186,32 @@ RUN = (
     + event(4, "note", level=30, text="a step\x1b[2J\nwas tried again")
     + END
 )
+
+
+# Users
+
+
+def test_whose_jobs_they_are(service, capsys):
+    service.add()
+    assert "USER" not in jobs(capsys, "list")[0], "where there are no users"
+    assert jobs(capsys, "whoami")[0] == "no users are known: everybody, may operate\n"
+    assert "the service knows no users" in jobs(capsys, "list", "--mine", status=2)[1]
+    service.add(owner="alice", teams=["vision"])
+    amounts = {"running_devices": 4, "queued": None, "bytes": 2048}
+    limit = {"name": "alice", "quota": amounts, "use": {"running_devices": 1, "queued": 3, "bytes": 1024}}
+    service.me = {"user": "alice", "teams": ["vision"], "role": "submit", "limits": [limit]}
+    head, *rows = jobs(capsys, "list", "--user", "bob")[0].splitlines()
+    assert [row[head.index("USER") :].split()[0] for row in rows] == ["queued", "alice"]
+    jobs(capsys, "list", "--mine")
+    jobs(capsys, "watch", "--mine", "--turns", "2")
+    asked = [path for _, path, _ in service.sent if path.startswith("/v1/jobs?")]
+    assert [re.findall(r"owner=(\w+)", path) for path in asked] == [[], ["bob"], *([["alice"]] * 3)]
+    assert jobs(capsys, "whoami")[0].splitlines() == [
+        "alice, in vision, may submit",
+        "alice: 1 of 4 running devices",
+        "alice: 1 KiB of 2 KiB on disk",
+    ]
+    assert "user       alice vision" in jobs(capsys, "show", IDS[1])[0]
 
 
 # Submitting

@@ -14,7 +14,9 @@ class Quota(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    running_devices: int | None = Field(default=None, ge=1, le=10**6, description="must be a number of at least 1")
+    running_devices: int | None = Field(
+        default=None, ge=1, le=10**6, description="must be a number of devices, of at least 1"
+    )
     """Devices of running jobs, each once for each job that has it; jobs beyond it wait."""
     queued: int | None = Field(default=None, ge=1, le=10**9, description="must be a number of jobs, of at least 1")
     """Queued jobs, beyond which jobs are refused."""

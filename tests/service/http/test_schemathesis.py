@@ -21,6 +21,8 @@ from http_helpers import NOBODY, TOKEN, Api, job, real, served
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
+from asyncpipe.service.token_roles import TokenRole, create_token
+
 schemathesis = pytest.importorskip("schemathesis", reason="no schemathesis: pip install -e '.[dev]'")
 import requests  # noqa: E402 - it comes with schemathesis
 from schemathesis.checks import not_a_server_error  # noqa: E402
@@ -158,3 +160,21 @@ def test_without_a_token_nothing_is_answered(tmp_path: Path) -> None:
                 assert response.status_code in (400, 401, 421), response.text
 
         assert each_operation(api.url, check, 1 + EXAMPLES // 4) >= 18
+
+
+def test_a_stranger_is_answered_nothing_of_anothers_jobs(tmp_path: Path) -> None:
+    with running(served, tmp_path, token=TOKEN, others="none") as api, requests.Session() as session:
+        secret, _ = create_token(tmp_path, "bob", TokenRole.SUBMIT)
+        session.headers["Authorization"] = f"Bearer {secret}"
+        turns, statuses = count(), Counter[int]()
+
+        def check(case: Any) -> None:
+            if "id" in (case.path_parameters or {}):
+                case.path_parameters["id"] = api.jobs[next(turns) % len(api.jobs)]
+                response = case.call(base_url=api.url, session=session, timeout=SECONDS)
+                statuses[response.status_code] += 1
+                assert 400 <= response.status_code < 500, response.text
+                assert not any(job in response.text for job in api.jobs)
+
+        assert each_operation(api.url, check) >= 18
+        assert statuses[404] > 10
