@@ -1,0 +1,17 @@
+# python loop.py
+from functools import partial
+
+import torch
+from task import batches, layers
+from torch import nn
+
+import asyncpipe
+
+model = nn.Sequential(*layers())
+rows = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
+options = {"microbatches": 2, "loss_fn": nn.functional.cross_entropy, "shard_optimizer": True}
+options["optimizer"] = partial(torch.optim.AdamW, lr=1e-2)
+with asyncpipe.Pipeline(model, rows, **options).sync() as pipe:
+    for x, target in batches():
+        loss = pipe.step(x, target).loss
+        print(f"loss {loss:.5f}")
