@@ -58,7 +58,6 @@ def test_loops_in_two_processes_have_them_as_well(monkeypatch: pytest.MonkeyPatc
         assert losses(ended.stdout) == ran("plain_before", monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["torchgpipe", "deepspeed"])
-def test_a_loop_of_another_library_runs_where_that_is_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(name)
-    assert ran(f"{name}_before", monkeypatch) == ran("plain_before", monkeypatch)
+def test_torchgpipes_loop_runs_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchgpipe")
+    assert ran("torchgpipe_before", monkeypatch) == ran("plain_before", monkeypatch)

@@ -8,10 +8,9 @@ from torch import nn
 import asyncpipe
 
 model = nn.Sequential(*layers())
-rows = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
-options = {"microbatches": 2, "loss_fn": nn.functional.cross_entropy, "shard_optimizer": True}
+options = {"microbatches": 4, "loss_fn": nn.functional.cross_entropy}
 options["optimizer"] = partial(torch.optim.AdamW, lr=1e-2)
-with asyncpipe.Pipeline(model, rows, **options).sync() as pipe:
+with asyncpipe.Pipeline(model, ["cpu:0", "cpu:1"], **options).sync() as pipe:
     for x, target in batches():
         loss = pipe.step(x, target).loss
         print(f"loss {loss:.5f}")
