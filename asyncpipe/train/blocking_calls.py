@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from functools import partial
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ _T = TypeVar("_T")
 
 class DedicatedThread:
     """One thread that makes calls in the order in which they are submitted, each by ``call_for_future``.
+
+    A call has the context variables of who submits it.
 
     An async context manager; leaving it waits for all calls.
     """
@@ -45,12 +48,12 @@ class DedicatedThread:
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
         """Queue a call; any thread may wait for the result."""
-        return self._executor.submit(call_for_future, partial(call_on, self._streams, function))
+        return self._executor.submit(copy_context().run, call_for_future, partial(call_on, self._streams, function))
 
     def begin(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
         """Queue a call; the loop may wait for the result, or ignore it."""
-        call = partial(call_on, self._streams, function)
-        future = asyncio.get_running_loop().run_in_executor(self._executor, call_for_future, call)
+        call = partial(call_for_future, partial(call_on, self._streams, function))
+        future = asyncio.get_running_loop().run_in_executor(self._executor, copy_context().run, call)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
 

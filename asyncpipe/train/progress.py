@@ -134,6 +134,12 @@ class ProgressSink:
         ``level`` is one of ``logging``'s. The message is in the process's log as well.
         """
 
+    def said(self, stream: str, text: str) -> None:
+        """Called with what the job's code says, whole lines of it: prints, log records, tracebacks. From any thread.
+
+        ``stream`` is ``stdout``, ``stderr``, ``traceback``, or the name of a level of ``logging``, as ``warning``.
+        """
+
     def waiting(self, reason: str | None) -> None:
         """Called when the run waits for lost workers, with the reason, and with ``None`` when it does not any more."""
 

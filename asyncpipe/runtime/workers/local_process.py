@@ -7,6 +7,7 @@ import codecs
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 from asyncpipe.runtime.task_board import TaskBoard
 from asyncpipe.runtime.workers.child_process import ChildProcess, Pipes
@@ -29,6 +30,8 @@ class LocalProcess:
         """Set by who starts it."""
         self.board: TaskBoard | None = board
         self.batches: SharedPool | None = batches
+        self.take_stderr: Callable[[str], object] = _show
+        """Called with what it writes to its standard error, on the loop on which it was started."""
         self._process = process
         self._pipes = pipes
         self._loop = loop = asyncio.get_running_loop()
@@ -73,9 +76,13 @@ class LocalProcess:
             self._loop.remove_reader(self._pipes.stderr_here)
             return False
         self._tail = (self._tail + data)[-STDERR_BYTES:]
-        try:
-            sys.stderr.write(self._decoder.decode(data))
-            sys.stderr.flush()
-        except (AttributeError, OSError, ValueError):
-            pass  # There is none, or it is closed.
+        self.take_stderr(self._decoder.decode(data))
         return True
+
+
+def _show(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        pass  # There is none, or it is closed.

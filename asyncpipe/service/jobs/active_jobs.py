@@ -106,11 +106,11 @@ class ActiveJobs:
         *,
         crashed: bool = False,
         failed: bool = False,
+        **more: Any,
     ) -> JobRecord:
-        """The job of ``record`` after its transition to ``to``. Raises as ``JobStore.transition``."""
-        after = await self.store.transition(
-            record.id, to, cause, expect=record.state, most_queued=most_queued, crashed=crashed, failed=failed
-        )
+        """The job of ``record`` after its transition to ``to``. ``more`` and errors as of ``JobStore.transition``."""
+        counted: dict[str, Any] = {"crashed": crashed, "failed": failed, "most_queued": most_queued}
+        after = await self.store.transition(record.id, to, cause, expect=record.state, **counted, **more)
         if to is JobState.RUNNING:
             self._metrics.waited(after.updated - record.updated)
         is_retry = (crashed or failed) and to is JobState.QUEUED

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +24,14 @@ from asyncpipe.observe.live import LiveView
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.jobs.artifacts import TIMELINE, TRACE
+from asyncpipe.service.jobs.failure_texts import root_line
+from asyncpipe.service.jobs.isolation.job_output import SAYING
 from asyncpipe.service.jobs.job_lines import log_note
 from asyncpipe.service.jobs.job_log import JobLog
 from asyncpipe.service.jobs.last_view import MOST, keep_view, steps_of_view
 from asyncpipe.service.jobs.outlook import Pace
-from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, failure
+from asyncpipe.service.jobs.run_log import RunLog, tail_of
+from asyncpipe.service.jobs.run_outcome import FAILURES, RunEnding, RunOutcome, failure
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.job_file import Job
@@ -41,6 +45,8 @@ __all__ = ["JobRun", "MakeTrainer", "Run"]
 
 TRACED_STEPS, TRACED_TASKS = 3, 20_000
 """How many of the last steps a run's trace has, and the most tasks of several."""
+CRASH_LINES = 500
+"""How many of the last lines of standard error are searched for the stack of a crash."""
 
 
 class Run(Protocol):
@@ -94,6 +100,8 @@ class JobRun:
         """Failed attempts at the current step."""
         self._log: JobLog
         """From the beginning of ``run`` on."""
+        self.run_log: RunLog
+        """What it says; from then on as well."""
         self._task: asyncio.Task[TrainingSummary] | None = None
         self._started = self._cancelling = False
         self.expired: str | None = None
@@ -106,13 +114,18 @@ class JobRun:
     ) -> RunOutcome:
         """Train to the end, whatever that is; raises no error of the job. ``options`` are passed to ``make``."""
         self._log = log
+        self.run_log = RunLog(log.folder, self.record.attempts)
+        SAYING.set(self.run_log)
         try:
+            await self._say_what(f"begins: {self.record.cause}")
             try:
                 self._earlier = steps_of_view(await log.store.spread_losses(self.record.id, MOST))
             except AsyncpipeError as error:  # The page does without.
                 self.noted(logging.WARNING, f"its page cannot show its first steps: {error}")
             self._started = True
-            return await self._train(make, make_workload, options)
+            outcome = await self._rooted(await self._train(make, make_workload, options))
+            await self._say_what(f"{outcome.ending.value}: {outcome.cause}")
+            return outcome
         finally:
             self.view.end()
             try:
@@ -121,6 +134,7 @@ class JobRun:
                 self.noted(logging.WARNING, f"its page cannot be kept up to date: {error}")
             self.orders.close()
             self._task = None
+            self.run_log.close()
             await log.flush()
             await in_thread(lambda: self._write_trace(log.folder))
 
@@ -169,7 +183,7 @@ class JobRun:
             )
             self._task = asyncio.create_task(training.run(), name=f"asyncpipe job {self.record.id}")
         except Exception as error:  # noqa: BLE001 - becomes the outcome
-            return failure(error, self.noted)
+            return failure(error, self.said)
         if self._cancelling:
             self._task.cancel()
         return await self._outcome(self._task)
@@ -189,7 +203,7 @@ class JobRun:
             return RunOutcome(RunEnding.FAILED, "its code raised CancelledError without being cancelled")
         error = task.exception()
         if error is not None:
-            return failure(error, self.noted)
+            return failure(error, self.said)
         summary = task.result()
         if summary.evaluation is not None:
             self.noted(logging.INFO, f"held-out loss {summary.evaluation:.4f}")
@@ -209,6 +223,17 @@ class JobRun:
     def _has_saved(self, summary: TrainingSummary) -> bool:
         wanted = self.job.snapshots is not None and summary.steps > 0
         return not wanted or (summary.snapshot is not None and summary.snapshot.name == f"step-{summary.steps}")
+
+    async def _rooted(self, outcome: RunOutcome) -> RunOutcome:
+        """``outcome``, which has a root if the run has failed, also where it has left no exception."""
+        if outcome.root is not None or outcome.ending not in FAILURES:
+            return outcome
+        folder, run = self._log.folder, self.record.attempts
+        last = await in_thread(lambda: tail_of(folder, run, CRASH_LINES, "stderr"))
+        return replace(outcome, root=root_line("\n".join(line.text for line in last.lines), outcome.cause))
+
+    async def _say_what(self, text: str) -> None:
+        await in_thread(lambda: self.said("service", f"run {self.record.attempts} {text}"))
 
     # Called by the training
 
@@ -247,6 +272,10 @@ class JobRun:
         if level >= logging.WARNING:
             log_note(level, self.record, text)
         self._log.note(level, text)
+
+    def said(self, stream: str, text: str) -> None:
+        """Whole lines of what the job's code says, for the log of the run. From any thread."""
+        self.run_log.say(stream, text)
 
     def waiting(self, reason: str | None) -> None:
         """The run waits for lost workers, because of ``reason``, or goes on (``None``)."""

@@ -29,6 +29,7 @@ from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.deadlines import end_overdue
 from asyncpipe.service.jobs.ended_jobs import EndedJobs
+from asyncpipe.service.jobs.failure_texts import root_line
 from asyncpipe.service.jobs.hosts import Hosts
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
 from asyncpipe.service.jobs.isolation.process_run import ProcessRun
@@ -285,7 +286,8 @@ class Manager:
                 job = job_of(current, self.settings)
                 make_workload = self.entries.make(current.entry, current.table("parameters"))
             except AsyncpipeError as error:
-                await self.jobs.become(current, JobState.FAILED, f"cannot be built: {error}")
+                cause = f"cannot be built: {error}"
+                await self.jobs.become(current, JobState.FAILED, cause, root=root_line("", cause))
                 return
             if current.snapshot is not None or current.from_step is not None:
                 try:
@@ -354,7 +356,7 @@ class Manager:
                     await self.logs.flush(job)  # A store that has failed may have its last steps now.
                     counted = replace(run.record, failures=failures, crashes=crashes)
                     to, cause = next_state(outcome, counted, most_crashes, self.shutdown)
-                    await self.jobs.become(run.record, to, cause, crashed=crashed, failed=failed)
+                    await self.jobs.become(run.record, to, cause, crashed=crashed, failed=failed, root=outcome.root)
                 return
             except StoreError as error:
                 _logger.error("a run of job %s has ended, and the store cannot record it: %s", job, error)

@@ -10,18 +10,17 @@ the step that failed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from asyncpipe.errors import AsyncpipeError, HostLostError, JobFileError, TaskError
 from asyncpipe.service.job_states import JobRecord, JobState
-from asyncpipe.service.jobs.own_traceback import own_traceback
+from asyncpipe.service.jobs.failure_texts import full_traceback, root_line
 from asyncpipe.train.batches import DataError
 from asyncpipe.train.step_failures import NonFiniteLossError
 
-__all__ = ["EndedElsewhereError", "RunEnding", "RunOutcome", "failure", "is_permanent", "next_state"]
+__all__ = ["FAILURES", "EndedElsewhereError", "RunEnding", "RunOutcome", "failure", "is_permanent", "next_state"]
 
 
 class RunEnding(Enum):
@@ -41,12 +40,17 @@ class RunEnding(Enum):
     """Its process is gone, and nobody here has ended it: the OOM killer has, or it has crashed, or answered nothing."""
 
 
+FAILURES = frozenset({RunEnding.FAILED, RunEnding.FAILED_PERMANENTLY, RunEnding.CRASHED})
+
+
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
     """How a run ended, and why."""
 
     ending: RunEnding
     cause: str
+    root: str | None = None
+    """The root line of a failure."""
 
 
 class EndedElsewhereError(AsyncpipeError, RuntimeError):
@@ -102,16 +106,12 @@ def is_permanent(error: BaseException) -> bool:
     return isinstance(cause, AsyncpipeError) and isinstance(cause, ValueError | TypeError)
 
 
-def failure(error: BaseException, note: Callable[[int, str], object]) -> RunOutcome:
-    """The outcome of a run that has raised ``error``.
-
-    ``note`` gets the traceback of the job's own code for the job's log, with its level.
-    """
+def failure(error: BaseException, said: Callable[[str, str], object]) -> RunOutcome:
+    """The outcome of a run that has raised ``error``, whose traceback ``said`` gets."""
     if isinstance(error, EndedElsewhereError):
         return error.outcome
-    if text := own_traceback(error):
-        note(logging.INFO, text)  # The service's log has less of it, in one line.
+    text = full_traceback(error)
+    said("traceback", text)
     cause = str(error) if isinstance(error, AsyncpipeError) else f"{type(error).__name__}: {error}"
-    return RunOutcome(
-        RunEnding.FAILED_PERMANENTLY if is_permanent(error) else RunEnding.FAILED, cause or type(error).__name__
-    )
+    ending = RunEnding.FAILED_PERMANENTLY if is_permanent(error) else RunEnding.FAILED
+    return RunOutcome(ending, cause or type(error).__name__, root_line(text))

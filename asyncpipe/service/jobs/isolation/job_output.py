@@ -1,11 +1,13 @@
-"""What the code of a job prints and logs in the job's own process: notes for the job's log, up to a limit.
+"""What the code of jobs prints and logs, for the logs of their runs.
 
 ::
 
-    print, sys.stderr ── line by line ──┐
-    logging, not asyncpipe's own ───────┴─▶ JobOutput.tell ─▶ a note     asyncpipe's own records ─▶ the service's log
+    print, sys.stderr ── whole lines ───┐
+    logging, not asyncpipe's own ───────┴─▶ JobOutput ─▶ say     asyncpipe's own records ─▶ the service's log
 
-Children that the job's code forks print and log as the service does. So do C libraries, which know no ``sys.stdout``.
+In the process of a job all output is the job's. Where several jobs share a process, as those on threads do, a context
+variable says whose code it is that prints; what nobody is responsible for goes where it went before. Children that a
+job's code forks, and C libraries, write to the descriptors, which know no ``sys.stdout``.
 """
 
 from __future__ import annotations
@@ -13,62 +15,72 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from contextvars import ContextVar
 from io import TextIOBase
 from threading import RLock
 from typing import TextIO
+from weakref import WeakKeyDictionary
 
-__all__ = ["JobOutput"]
+from asyncpipe.service.jobs.run_log import LONGEST, STREAMS, Saying
 
-MOST_CHARACTERS = 64 * 1024
-LEAST_CHARACTERS = 64
-"""For how many a shorter line counts: short ones are many."""
-LONGEST_LINE = 2000
+__all__ = ["SAYING", "JobOutput", "WholeLines"]
+
+SAYING: ContextVar[Saying | None] = ContextVar("asyncpipe job that prints")
+"""The run whose code it is that prints in this context, on threads that jobs share."""
+
+
+class WholeLines:
+    """Makes lines of what is written piece by piece; of a progress bar its last state."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def of(self, text: str) -> str | None:
+        """The lines that end in ``text``; ``None`` if none does."""
+        *lines, rest = (self._rest + text).split("\n")
+        self._rest = rest.rpartition("\r")[2][:LONGEST]
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines) if lines else None
 
 
 class JobOutput(logging.Handler):
-    """Takes the output of this process from now on; ``note`` gets a level of ``logging`` and a text."""
+    """Takes the output of this process from now on, for the run of ``SAYING``, or else for ``saying``."""
 
-    def __init__(self, note: Callable[[int, str], object]) -> None:
+    def __init__(self, saying: Saying | None = None) -> None:
         super().__init__()
-        self._note = note
-        self._left = MOST_CHARACTERS
+        self._saying = saying
         self._process = os.getpid()
-        self.turn = RLock()
+        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         self.addFilter(lambda record: not _is_ours(record))
         root = logging.getLogger()
-        for handler in root.handlers:
-            handler.addFilter(_is_ours)
+        if saying is not None:
+            for handler in root.handlers:
+                handler.addFilter(_is_ours)
         root.addHandler(self)
-        self._streams = _OutputStream(sys.stdout, self), _OutputStream(sys.stderr, self)
+        self._streams = _OutputStream(sys.stdout, self, "stdout"), _OutputStream(sys.stderr, self, "stderr")
         sys.stdout, sys.stderr = self._streams
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell a log record."""
-        if self.is_here:
-            self.tell(record.levelno, self.format(record))
-        elif logging.lastResort is not None:
+        """Say a log record."""
+        if not self.is_here and self._saying is not None and logging.lastResort is not None:
             logging.lastResort.handle(record)
+        elif (saying := self.saying) is not None:
+            level = record.levelname.lower()
+            saying.say(level if level in STREAMS else "info", self.format(record))
 
     @property
     def is_here(self) -> bool:
         """Whether this is the process, and not one that was forked from it."""
         return os.getpid() == self._process
 
-    def tell(self, level: int, text: str) -> None:
-        """Note ``text``, unless it is empty or too much was told."""
-        with self.turn:
-            if not text.strip() or self._left <= 0:
-                return
-            self._left -= max(len(text), LEAST_CHARACTERS)
-            self._note(level, text[:LONGEST_LINE])
-            if self._left <= 0:
-                self._note(logging.WARNING, f"the rest of its output is cut: a run shows {MOST_CHARACTERS} characters")
+    @property
+    def saying(self) -> Saying | None:
+        """Who takes what is printed here and now."""
+        return SAYING.get(self._saying) if self.is_here else None
 
     def end(self) -> None:
-        """Tell the lines that have no end."""
+        """Say the lines that have no end."""
         for stream in self._streams:
-            stream.write("\n")
+            stream.end()
 
 
 class _OutputStream(TextIOBase):
@@ -76,25 +88,31 @@ class _OutputStream(TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, before: TextIO, output: JobOutput) -> None:
+    def __init__(self, before: TextIO, output: JobOutput, name: str) -> None:
         self.buffer = before.buffer
-        self.fileno, self.flush = before.fileno, before.flush  # type: ignore[method-assign]
+        self.fileno, self.flush, self.isatty = before.fileno, before.flush, before.isatty  # type: ignore[method-assign]
         self._before = before
         self._output = output
-        self._rest = ""
+        self._name = name
+        self._turn = RLock()
+        self._lines: WeakKeyDictionary[Saying, WholeLines] = WeakKeyDictionary()
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        if not self._output.is_here:
+        if (saying := self._output.saying) is None:
             return self._before.write(text)
-        with self._output.turn:
-            *lines, rest = (self._rest + text).split("\n")
-            self._rest = rest.rpartition("\r")[2][:LONGEST_LINE]  # Of a progress bar its last state.
-            for line in lines:
-                self._output.tell(logging.INFO, line.rstrip("\r").rpartition("\r")[2])
+        with self._turn:
+            if (lines := self._lines.setdefault(saying, WholeLines()).of(text)) is not None:
+                saying.say(self._name, lines)
         return len(text)
+
+    def end(self) -> None:
+        with self._turn:
+            for saying, lines in list(self._lines.items()):
+                if rest := lines.of("\n"):
+                    saying.say(self._name, rest)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -74,7 +75,9 @@ class _OneRun:
     async def _train(self, message: RunJob) -> TrainingSummary:
         self._drained.others = message.others
         self._drained.set(message.drained)
-        output = JobOutput(self._progress.noted)
+        self._progress.log = message.said
+        os.dup2(2, 1)  # What knows no sys.stdout, as C libraries and forked children, is passed on with standard error.
+        output = JobOutput(message.said)
         try:
             confine(message.confines)
             pool = DevicePool(workers=message.job.pool_workers(), worker_path=message.worker_path, **message.hangs)
@@ -102,7 +105,7 @@ class _OneRun:
             ending = RunEnding.CANCELLED if self._cancelling else RunEnding.FAILED
             raise EndedElsewhereError(RunOutcome(ending, why)) from None
         except Exception as error:  # noqa: BLE001 - becomes the outcome
-            raise EndedElsewhereError(failure(error, self._progress.noted)) from None
+            raise EndedElsewhereError(failure(error, self._progress.said)) from None
         finally:
             output.end()
             self._orders.close()

@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.metrics.totals import Totals
+from asyncpipe.service.jobs.run_log import RunLog
 from asyncpipe.train.job_file import Job
 
 __all__ = ["Confines", "RunJob", "StepsSeen"]
@@ -49,6 +50,8 @@ class RunJob:
     confines: Confines
     hangs: Mapping[str, Any]
     """Options of its pool: when a task hangs."""
+    said: RunLog
+    """Where its process writes what it says."""
     worker_path: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     """Devices that the job may have in the place of its own."""

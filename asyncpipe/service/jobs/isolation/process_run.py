@@ -23,11 +23,14 @@ from asyncpipe.errors import WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.portal import wait_uncancelled
 from asyncpipe.runtime.workers.connection import WorkerConnection
+from asyncpipe.runtime.workers.local_process import LocalProcess
 from asyncpipe.service.jobs.hosts import Hosts
+from asyncpipe.service.jobs.isolation.job_output import WholeLines
 from asyncpipe.service.jobs.isolation.job_processes import JobProcesses, confines_of, crash, pickled
 from asyncpipe.service.jobs.isolation.messages import RunJob, StepsSeen
+from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.train.job_file import Job
-from asyncpipe.train.progress import ProgressSink, RunStarted, StepListener, StepProgress, TrainingSummary
+from asyncpipe.train.progress import RunStarted, StepListener, StepProgress, TrainingSummary
 from asyncpipe.train.run_orders import NoMoreStepsError, RunOrders
 from asyncpipe.train.workload import Workload
 
@@ -46,7 +49,7 @@ class ProcessRun:
         job: Job,
         make_workload: Callable[[], Workload],
         *,
-        progress: ProgressSink,
+        progress: JobRun,
         collector: PipelineCollector,
         observers: Sequence[Observer],
         orders: RunOrders,
@@ -60,6 +63,8 @@ class ProcessRun:
         self._job = job
         self._make_workload = pickled(make_workload)
         self._progress = progress
+        self._log = progress.run_log
+        self._stderr = WholeLines()
         self._collector = collector
         self._observers = list(observers)
         assert orders.share is not None
@@ -77,12 +82,15 @@ class ProcessRun:
             async with self._processes.process(f"job {name}", self._take) as process:
                 self._progress.noted(logging.INFO, f"runs in a process of its own, {process.pid}")
                 self._process = process
+                if isinstance(watched := process.supervisor.watched, LocalProcess):
+                    watched.take_stderr = self._take_stderr
                 self._tell_orders()
                 message = RunJob(
                     self._job,
                     self._make_workload,
                     confines_of(settings, self._job, is_background=self._share.background),
                     settings.hangs,
+                    self._log,
                     self._processes.worker_path,
                     tuple(self._drained.others),
                     self._drained.units,
@@ -178,6 +186,10 @@ class ProcessRun:
                 self._progress.snapshot(step, path)
             case ("keep", number):
                 self._begin(self._keep(number))
+
+    def _take_stderr(self, text: str) -> None:
+        if (lines := self._stderr.of(text)) is not None:
+            self._log.say("stderr", lines)
 
     async def _keep(self, number: int) -> None:
         """Tell the process that all losses that it has told are in the store: its snapshot may be there now."""

@@ -17,6 +17,7 @@ from asyncpipe.errors import RemoteError
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.runtime.workers.remote_errors import portable_error
 from asyncpipe.service.jobs.isolation.messages import StepsSeen
+from asyncpipe.service.jobs.run_log import RunLog
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
 
 __all__ = ["Relay", "RelayedProgress"]
@@ -94,6 +95,9 @@ def _of_class(name: str, process: str, text: str) -> RemoteError:
 class RelayedProgress(ProgressSink):
     """Tells the service."""
 
+    log: RunLog
+    """Where it keeps what the run says, once that is known."""
+
     def __init__(self, send: Callable[[object], None]) -> None:
         self._send = send
         self._keeping: dict[int, asyncio.Future[None]] = {}
@@ -112,6 +116,9 @@ class RelayedProgress(ProgressSink):
 
     def noted(self, level: int, text: str) -> None:
         self._send(("noted", level, text))
+
+    def said(self, stream: str, text: str) -> None:
+        self.log.say(stream, text)
 
     def waiting(self, reason: str | None) -> None:
         self._send(("waiting", reason))

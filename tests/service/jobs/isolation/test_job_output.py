@@ -7,60 +7,80 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 
 import pytest
 
-from asyncpipe.service.jobs.isolation import job_output
-from asyncpipe.service.jobs.isolation.job_output import JobOutput
+from asyncpipe.service.jobs.isolation.job_output import SAYING, JobOutput
+from asyncpipe.service.jobs.run_log import Saying
+
+
+class Said(Saying):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, str]] = []
+
+    def say(self, stream: str, text: str) -> None:
+        self.all.append((stream, text))
 
 
 @contextmanager
-def taken() -> Iterator[list[tuple[int, str]]]:
-    """What is told while the standard streams and the root logger are a job's."""
+def taken(saying: Saying | None) -> Iterator[None]:
+    """The standard streams and the root logger are a job's."""
     root, streams = logging.getLogger(), (sys.stdout, sys.stderr)
     handlers, root.handlers[:] = root.handlers[:], []
-    told: list[tuple[int, str]] = []
-    output = JobOutput(lambda level, text: told.append((level, text)))
+    output = JobOutput(saying)
     try:
-        yield told
+        yield
         output.end()
     finally:
         sys.stdout, sys.stderr = streams
         root.handlers[:] = handlers
 
 
-def test_lines_and_records_become_notes() -> None:
-    with taken() as notes:
+def test_whole_lines_and_records_are_said_with_their_streams() -> None:
+    said = Said()
+    with taken(said):
         print("a line", "and its end")
         print("half", end="", flush=True)
-        print(" and half")
-        print("", file=sys.stderr)
+        sys.stdout.write(" and half\nand more\n")
         print("\r10 %\r20 %", file=sys.stderr)
         logging.getLogger("theirs").error("%s of theirs", 1)
         logging.getLogger("asyncpipe.train").error("ours, for the service's log")
         print("no end", end="")
-    lines = [(logging.INFO, line) for line in ("a line and its end", "half and half", "20 %", "no end")]
-    assert notes == [*lines[:3], (logging.ERROR, "1 of theirs"), lines[3]]
+        assert sys.stdout.encoding == "utf-8"
+    assert said.all == [
+        ("stdout", "a line and its end"),
+        ("stdout", "half and half\nand more"),
+        ("stderr", "20 %"),
+        ("error", "theirs: 1 of theirs"),
+        ("stdout", "no end"),
+    ]
 
 
-@pytest.mark.parametrize("length", [1, 1000, 100_000])
-def test_a_flood_is_cut_and_that_is_said(length: int) -> None:
-    with taken() as notes:
-        for _ in range(2000):
-            print("x" * length)
-        logging.getLogger("theirs").error("more")
-    assert notes[-1] == (logging.WARNING, "the rest of its output is cut: a run shows 65536 characters")
-    assert 1 <= len(notes) - 1 <= job_output.MOST_CHARACTERS / job_output.LEAST_CHARACTERS
-    assert max(len(text) for _, text in notes) <= job_output.LONGEST_LINE
+def test_in_a_process_of_several_jobs_each_context_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs, contexts = (Said(), Said()), (copy_context(), copy_context())
+    with taken(None):
+        for job, context in zip(jobs, contexts, strict=True):
+            context.run(SAYING.set, job)
+        for number, context in enumerate(contexts):
+            context.run(print, "begun by", number, end="")
+        print("nobody's")
+        for context in contexts:
+            context.run(print, ", and ended")
+            context.run(logging.getLogger("theirs").warning, "logged")
+    for number, job in enumerate(jobs):
+        assert job.all == [("stdout", f"begun by {number}, and ended"), ("warning", "theirs: logged")]
+    assert capsys.readouterr().out == "nobody's\n"
 
 
-def test_a_child_of_a_job_prints_as_the_service_does(
+def test_a_child_of_a_job_prints_to_the_descriptor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with taken() as notes:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "getpid", lambda: 0)
-            print("no note")
-        assert sys.stdout.encoding == "utf-8"
-    assert notes == []
-    assert capsys.readouterr().out == "no note\n"
+    said = Said()
+    with taken(said), monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: 0)
+        print("not here")
+    assert said.all == []
+    assert capsys.readouterr().out == "not here\n"

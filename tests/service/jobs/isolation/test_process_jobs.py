@@ -19,6 +19,7 @@ from worker_helpers import is_alive
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.manager import Manager
+from asyncpipe.service.jobs.run_log import read_said
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import check_submission, job_of
@@ -98,11 +99,25 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         record = await comes(service, failed, JobState.FINISHED, JobState.FAILED)
         assert record.state is JobState.FAILED
         assert "OwnError: no cable" in record.cause
-        notes = [event.data["text"] for event in await service.store.events(failed) if event.kind == "note"]
-        assert {"printed before it failed", "and then", " 2 of 2", "logged with password=***"} <= set(notes)
-        told = [text for text in notes if text.startswith("OwnError: no cable")][-1]
-        assert "isolation_entries.py" in told.splitlines()[1], "the job's own code comes first"
-        assert "asyncpipe" in told.splitlines()[-1]
+        line = isolation_entries.raises.__code__.co_firstlineno + 8
+        assert record.root == f"isolation_entries.OwnError: no cable (isolation_entries.py:{line} in fail)"
+        said = read_said(manager.logs.folder / failed, 0).lines
+        once = [
+            ("stdout", "printed before it failed"),
+            ("stdout", "and then"),
+            ("stderr", " 2 of 2"),
+            ("warning", "their.own: logged with password=***"),
+        ]
+        first = [(line.stream, line.text) for line in said if line.stream != "traceback"][:10]
+        assert first[:9] == [("service", "run 1 begins: no other job wants its devices"), *once * 2]
+        assert first[9] == (
+            "service",
+            "run 1 failed: " + record.cause.removesuffix(" (3 times since the last snapshot)"),
+        )
+        traceback = [line.text for line in said if line.stream == "traceback"]
+        assert traceback[0] == "Traceback (most recent call last):"
+        assert '    raise OwnError("no cable")' in traceback
+        assert traceback[-1].startswith("asyncpipe.errors.TaskError: ")
         record = await comes(service, killed, JobState.QUARANTINED, JobState.FAILED, JobState.FINISHED)
         assert record.state is JobState.QUARANTINED
         assert "was killed by SIGKILL, as by the OOM killer; attempt 3 of 3" in record.cause
