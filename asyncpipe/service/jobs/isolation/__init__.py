@@ -12,7 +12,7 @@
     messages.py         what the two sides say to each other
     job_process.py      what runs in the process
     relay.py            tells the service what the run tells there
-    job_output.py       what its code prints and logs, for the job's log
+    job_output.py       what its code prints and logs, for the log of the run (service/jobs/run_log.py)
     confines.py         what the process may use: memory, and time that others leave
 
 A process is a worker as those of ``runtime/workers`` are: forked from one that has imported torch, watched by pings,

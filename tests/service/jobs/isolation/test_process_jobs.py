@@ -109,11 +109,9 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
             ("warning", "their.own: logged with password=***"),
         ]
         first = [(line.stream, line.text) for line in said if line.stream != "traceback"][:10]
-        assert first[:9] == [("service", "run 1 begins: no other job wants its devices"), *once * 2]
-        assert first[9] == (
-            "service",
-            "run 1 failed: " + record.cause.removesuffix(" (3 times since the last snapshot)"),
-        )
+        cause = record.cause.removesuffix(" (3 times since the last snapshot)")
+        ends = [("service", f"run 1 {text}") for text in ("begins: it is its turn", f"failed: {cause}")]
+        assert first == [ends[0], *once * 2, ends[1]], "its step is tried twice"
         traceback = [line.text for line in said if line.stream == "traceback"]
         assert traceback[0] == "Traceback (most recent call last):"
         assert '    raise OwnError("no cable")' in traceback
