@@ -16,6 +16,8 @@ examples:
   asyncpipe jobs cancel 01k8zq1m 01k8zq2r
   asyncpipe jobs show 01k8zq1m7h9x2v4n6r8t0w3y5b
   asyncpipe jobs schedule 01k8zq1m7h9x2v4n6r8t0w3y5b interleaved
+  asyncpipe jobs logs charlm --follow
+  asyncpipe jobs failures --since -1d
   asyncpipe jobs losses 01k8zq1m7h9x2v4n6r8t0w3y5b --json > losses.jsonl
   asyncpipe jobs download 01k8zq1m7h9x2v4n6r8t0w3y5b model losses.csv --to runs
   asyncpipe jobs retry 01k8zq1m7h9x2v4n6r8t0w3y5b --set training.learning_rate=1e-4
@@ -106,6 +108,7 @@ def _filters(limit: int, parser: argparse.ArgumentParser) -> None:
     whose.add_argument("--user", metavar="USER", help="only jobs of this user")
     whose.add_argument("--mine", action="store_true", help="only your own jobs")
     add("--since", type=moment, metavar="TIME", help="only jobs that changed since then: 2026-12-01T08:00, or -2d")
+    add("--root", metavar="LINE", help="only jobs whose last failure has this root line, as `failures` shows it")
     add("--limit", type=count, default=limit, metavar="N", help=f"at most N jobs (default: {limit})")
 
 
@@ -140,6 +143,22 @@ def _schedule(parser: argparse.ArgumentParser) -> None:
 def _losses(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     parser.add_argument("--after", type=natural, default=0, metavar="N", help="only steps after number N")
+
+
+def _logs(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    add = parser.add_argument
+    add("-f", "--follow", action="store_true", help="go on until the job has ended")
+    add("--run", type=count, metavar="N", help="what its Nth run said (default: the last one)")
+    add("--tail", type=count, metavar="N", help="only the last N lines")
+    add("--stream", metavar="STREAM", help="only stdout, stderr, traceback, service, or a level as warning")
+
+
+def _failures(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--entry", metavar="ENTRY", help="only jobs of this entry")
+    add("--text", metavar="TEXT", help="only jobs with this text in their name, entry, id, cause or tags")
+    add("--since", type=moment, metavar="TIME", help="only jobs that changed since then: 2026-12-01T08:00, or -2d")
 
 
 def _wait(parser: argparse.ArgumentParser) -> None:
@@ -222,6 +241,8 @@ OTHERS: dict[str, tuple[Command, Declare]] = {
     "list": (watching.list_jobs, _list),
     "watch": (watching.watch, _watch),
     "follow": (watching.follow, _job),
+    "logs": (watching.logs, _logs),
+    "failures": (watching.failures, _failures),
     "losses": (watching.losses, _losses),
     "download": (download, _download),
     "wait": (watching.wait, _wait),

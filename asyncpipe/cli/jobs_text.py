@@ -82,6 +82,15 @@ _WORKERS: dict[str, Callable[[Job], str]] = {
     "DEVICES": lambda worker: plain(" ".join(worker["devices"])),
     "JOBS": lambda worker: plain(" ".join(worker["jobs"])),
 }
+_FAILURES: dict[str, Callable[[Job], str]] = {
+    "JOBS": _text("count"),
+    "USERS": lambda group: plain(" ".join(group["users"])),
+    "FIRST": lambda group: _when(group["first"]),
+    "LAST": lambda group: _when(group["last"]),
+    "NEWEST": lambda group: plain(group["jobs"][0]),
+    "ROOT": _text("root"),
+}
+_COLOURS = {"stderr": 33, "warning": 33, "traceback": 31, "error": 31, "critical": 31, "service": 36, "debug": 2}
 _ARTIFACTS: dict[str, Callable[[Job], str]] = {
     "NAME": _text("name"),
     "STEP": lambda each: "" if each.get("step") is None else str(each["step"]),
@@ -143,6 +152,18 @@ def deleted_text(found: Job) -> str:
     snapshots = f"snapshots of steps {steps}" if steps else "no snapshots"
     job = f"job {found['id']} ({found['name']}, {found['state']})"
     return f"{does} {job}: {kept}, {format_bytes(found['bytes'])}, {snapshots}"
+
+
+def failures_table(found: Sequence[Job]) -> str:
+    """A line for each group of failures under a heading."""
+    return columns(_FAILURES, found) if found else "no failures"
+
+
+def said_line(line: Job, *, colours: bool) -> str:
+    """One line that a run said, on a terminal in the colour of its stream."""
+    text = f"{_when(line['at'])}  {line['stream']:<9}  {plain(str(line['text']).expandtabs())}".rstrip()
+    colour = _COLOURS.get(line["stream"]) if colours else None
+    return text if colour is None else f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def loss_line(row: Job) -> str:

@@ -12,7 +12,16 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from asyncpipe.cli.arguments import changes
-from asyncpipe.cli.jobs_text import LOSSES_HEAD, EventPrinter, change_text, jobs_table, loss_line, plain
+from asyncpipe.cli.jobs_text import (
+    LOSSES_HEAD,
+    EventPrinter,
+    change_text,
+    failures_table,
+    jobs_table,
+    loss_line,
+    plain,
+    said_line,
+)
 from asyncpipe.errors import OptionError
 
 if TYPE_CHECKING:
@@ -70,7 +79,7 @@ def list_jobs(client: JobClient, args: argparse.Namespace) -> int:
 
 
 def _filters(client: JobClient, args: argparse.Namespace) -> dict[str, Any]:
-    filters = {name: getattr(args, name) for name in ("entry", "text", "since", "limit")}
+    filters = {name: getattr(args, name) for name in ("entry", "text", "since", "limit", "root")}
     owner = client.me()["user"] if args.mine else args.user
     if args.mine and owner is None:
         raise OptionError("--mine: the service knows no users, so its jobs are nobody's; leave it out")
@@ -142,6 +151,32 @@ def follow(client: JobClient, args: argparse.Namespace) -> int:
         raise
     printer.end()
     return _outcome(job, args)
+
+
+def logs(client: JobClient, args: argparse.Namespace) -> int:
+    """Show what a job said: prints, log records and tracebacks of its code.
+
+    Shows the last run of the job, or --run N. With --follow it goes on until the job has ended, with the runs that
+    come; Ctrl-C stops that and does not affect the job. With --json, one JSON object per line.
+
+    A run keeps the first 5 and the last 5 MiB of what it said, and a job its last 5 runs; a line says what is cut. Of
+    jobs on threads, what C libraries and processes print that their code starts goes where the service's output goes.
+    """
+    colours = sys.stdout.isatty()
+    for line in client.logs(args.job, run=args.run, stream=args.stream, tail=args.tail, follow=args.follow):
+        print(json.dumps(line) if args.json else said_line(line, colours=colours), flush=args.follow)
+    return 0
+
+
+def failures(client: JobClient, args: argparse.Namespace) -> int:
+    """Show jobs that have failed, grouped by what went wrong and where.
+
+    A group has all jobs whose last failure has the same root line: the type of the first error, its message without
+    numbers and folders, and the innermost frame of the job's own code. `list --root LINE` shows all jobs of a group.
+    """
+    found = client.failures(entry=args.entry, text=args.text, since=args.since)
+    print(json.dumps(found) if args.json else failures_table(found))
+    return 0
 
 
 def wait(client: JobClient, args: argparse.Namespace) -> int:

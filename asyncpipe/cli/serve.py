@@ -83,9 +83,11 @@ def run(arguments: Sequence[str]) -> int:
     limit_arenas(len(settings.devices))
 
     from asyncpipe.runtime.portal import new_event_loop
+    from asyncpipe.service.jobs.isolation.job_output import JobOutput
 
     settings.check_devices()
     logging.config.dictConfig(service_log(log.log_level, log.log_format, settings.make_folder()))
+    JobOutput()  # Of jobs on threads. Processes of jobs have their own.
     _raise_file_limit()
     deadline = threading.Timer(settings.grace_seconds + SLACK_SECONDS, give_up)
     deadline.daemon = True

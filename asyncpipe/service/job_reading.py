@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -11,13 +12,15 @@ from typing import Any
 
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.access import Whose
-from asyncpipe.service.job_states import JobRecord, JobState, Transition
+from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, Transition
 from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact, event_lines, loss_lines
 from asyncpipe.service.jobs.job_log import JobLog
 from asyncpipe.service.jobs.last_view import MOST, RECENT, past_view
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.outlook import Outlook
+from asyncpipe.service.jobs.run_log import SaidPage, read_said, runs_said, tail_of
 from asyncpipe.service.service_loop import ServiceDrainingError, ServiceLoop
+from asyncpipe.service.store.failures import FailureGroup
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import ALL_JOBS, JobFilter
 from asyncpipe.train.blocking_calls import in_thread
@@ -26,6 +29,8 @@ __all__ = ["JobReading"]
 
 MOST_LOSSES = 10_000
 """The most rows of a loss curve that one call returns."""
+FOLLOW_SECONDS = 0.2
+"""Between two looks at whether a job has said something."""
 
 
 class JobReading(ABC):
@@ -120,6 +125,47 @@ class JobReading(ABC):
         finally:
             with suppress(ServiceDrainingError):  # The service was closed meanwhile.
                 await self.loop.hop(use.__aexit__(None, None, None))
+
+    async def runs_said(self, job: str) -> Sequence[int]:
+        """The runs of ``job`` of which it is kept what they said, oldest first. Raises ``UnknownJobError``."""
+        folder = self.manager.logs.folder / (await self.get(job)).id
+        return await in_thread(partial(runs_said, folder))
+
+    async def said(
+        self,
+        job: str,
+        place: int,
+        *,
+        tail: int | None = None,
+        run: int | None = None,
+        stream: str | None = None,
+        follow: bool = False,
+    ) -> AsyncGenerator[SaidPage, None]:
+        """What ``job`` said from ``place`` on, in pages that have lines; with ``tail``, the last lines of that run.
+
+        Only of one ``run`` or ``stream`` if they are given. With ``follow`` it goes on until the job, or that run, has
+        ended. Raises ``UnknownJobError``.
+        """
+        folder = self.manager.logs.folder / (await self.get(job)).id
+        if tail is not None:
+            page = await in_thread(partial(tail_of, folder, place >> 40, tail, stream))
+            place = page.next
+            yield page
+        while follow or tail is None:
+            has_ended = not follow or (await self.get(job)).state in FINAL_STATES  # All that it said is there then.
+            page = await in_thread(partial(read_said, folder, place))
+            if page.lines and run in (None, page.run):
+                place = page.next
+                if lines := [line for line in page.lines if stream in (None, line.stream)]:
+                    yield page._replace(lines=lines)
+            elif has_ended or page.lines:
+                return
+            else:
+                await asyncio.sleep(FOLLOW_SECONDS)
+
+    async def failures(self, wanted: JobFilter = ALL_JOBS, limit: int = 100) -> Sequence[FailureGroup]:
+        """At most ``limit`` groups of the ``wanted`` jobs that have failed in the same way, the newest first."""
+        return await self.manager.jobs.store.failures(wanted, limit)
 
     async def losses(self, job: str, after: int = 0, limit: int = 1000) -> Sequence[LossRow]:
         """At most ``limit`` steps of the job's loss curve, after step ``after``.

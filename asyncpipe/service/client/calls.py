@@ -167,15 +167,17 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
         owner: str | None = None,
         since: float | None = None,
         oldest_first: bool = False,
+        root: str | None = None,
     ) -> _EachTable:
         """The first ``limit`` jobs in any of ``states`` that follow job ``after`` in the list, the newest first.
 
         Further filters are ``entry``, ``tags`` (with all of these), ``text`` (in the name, entry, id, cause or a tag),
-        ``owner`` and ``since`` (changed then, a Unix time, or later). Requests page by page as the iterator advances;
-        jobs may be added and change meanwhile.
+        ``owner``, ``since`` (changed then, a Unix time, or later) and ``root`` (the root line of its last failure).
+        Requests page by page as the iterator advances; jobs may be added and change meanwhile.
         """
         query = [("state", state) for state in states or ()] + [("tag", tag) for tag in tags]
-        given = {"entry": entry, "text": text, "owner": owner, "since": None if since is None else repr(float(since))}
+        given = {"entry": entry, "text": text, "owner": owner, "root": root}
+        given["since"] = None if since is None else repr(float(since))
         query += [(name, value) for name, value in given.items() if value is not None]
         query += [("order", "oldest")] if oldest_first else []
         return self._many(self._pages("jobs", "/v1/jobs", query, after, limit))
@@ -232,6 +234,34 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
         """
         return self._many(self._follow(job, after))
 
+    def logs(
+        self,
+        job: str,
+        *,
+        run: int | None = None,
+        stream: str | None = None,
+        tail: int | None = None,
+        follow: bool = False,
+    ) -> _EachTable:
+        """The lines that the job's last run said: ``run``, ``at``, ``stream``, ``text``.
+
+        ``run`` names another run, ``stream`` leaves out all others, ``tail`` says how many lines there are at most.
+        With ``follow`` come those of later runs and what the job says from now on, until the job, or ``run``, has
+        ended; if the connection breaks or the service restarts, none is left out.
+        """
+        given = {"run": run, "stream": stream, "tail": tail}
+        query = [(name, str(value)) for name, value in given.items() if value is not None]
+        return self._many(self._log_lines(job, query, follow=follow))
+
+    def failures(self, *, entry: str | None = None, text: str | None = None, since: float | None = None) -> _Tables:
+        """Groups of jobs that have failed in the same way (``root``, ``count``, ``users``, ``jobs`` …), newest first.
+
+        Filters are as of ``list``.
+        """
+        given = {"entry": entry, "text": text, "since": None if since is None else repr(float(since))}
+        query = [(name, value) for name, value in given.items() if value is not None]
+        return self._rows("failures", "/v1/failures", query=query)
+
     # How
 
     def _ask(self, method: str, path: str, **options: Any) -> _Table:
@@ -272,12 +302,31 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
             pause = min(pause * 1.5, POLL_MOST)
         return found
 
-    async def _follow(self, job: str, last: int) -> AsyncGenerator[ServerEvent, None]:
-        asking, repeating, path = self._asking, Repeating(self._asking), f"{_path(job)}/events"
+    async def _log_lines(
+        self, job: str, query: builtins.list[tuple[str, str]], *, follow: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        if follow:
+            async for event in self._follow(job, None, "logs/events", query):
+                for line in event.data["lines"]:
+                    yield {"run": event.data["run"], **line}
+            return
+        place = builtins.list[tuple[str, str]]()
+        while True:
+            answer = await self._asking.ask("GET", f"{_path(job)}/logs", query=[*query, *place], repeatable=True)
+            for line in answer["lines"]:
+                yield {"run": answer["run"], **line}
+            if not answer["more"]:
+                return
+            place = [("after", str(answer["next"]))]
+
+    async def _follow(
+        self, job: str, last: int | None, what: str = "events", query: Collection[tuple[str, str]] = ()
+    ) -> AsyncGenerator[ServerEvent, None]:
+        asking, repeating, path = self._asking, Repeating(self._asking), f"{_path(job)}/{what}"
         while True:
             try:
-                headers = {"Accept": "text/event-stream", "Last-Event-ID": str(last)}
-                request = asking.request("GET", path, headers=headers, patience=STREAM_SECONDS)
+                headers = {"Accept": "text/event-stream"} | ({} if last is None else {"Last-Event-ID": str(last)})
+                request = asking.request("GET", path, query=[*query], headers=headers, patience=STREAM_SECONDS)
                 async with asking.wire.open(request) as (response, content):
                     if not response.is_success:
                         raise await refusal(response, content)
@@ -285,7 +334,7 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
                         repeating.progressed()
                         if event.kind == "end":
                             return
-                        last = max(last, event.id)
+                        last = max(last or 0, event.id)
                         yield event
                 raise BrokenExchange(f"the event stream of job {job} ends again and again before the job does")
             except (httpx.TransportError, BrokenExchange, ApiError) as error:

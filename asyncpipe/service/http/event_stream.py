@@ -13,15 +13,28 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from asyncpipe.service.http.models import EventAnswer
+from asyncpipe.service.http.models import EventAnswer, SaidAnswer
 from asyncpipe.service.job_states import FINAL_STATES
+from asyncpipe.service.jobs.run_log import SaidPage
 from asyncpipe.service.service_loop import ServiceDrainingError
 from asyncpipe.service.store.job_store import StoreError
 from asyncpipe.service.training_service import TrainingService
 
-__all__ = ["job_events"]
+__all__ = ["job_events", "job_said"]
 
 END = b"event: end\ndata: {}\n\n"
+
+
+async def job_said(
+    service: TrainingService, job: str, pages: AsyncGenerator[SaidPage, None]
+) -> AsyncGenerator[bytes, None]:
+    """What ``job`` said, as an event for each of ``pages``, and the end."""
+    async with aclosing(pages):
+        async for page in pages:
+            data = f'{{"id": {page.next}, "data": {SaidAnswer.of_page(page).model_dump_json()}}}'
+            yield f"id: {page.next}\nevent: said\ndata: {data}\n\n".encode()
+    async for end in _end_of(service, job):
+        yield end
 
 
 async def job_events(service: TrainingService, job: str, after: int) -> AsyncGenerator[bytes, None]:
@@ -30,6 +43,11 @@ async def job_events(service: TrainingService, job: str, after: int) -> AsyncGen
         async for event in events:
             data = EventAnswer.model_validate(event).model_dump_json()
             yield f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
+    async for end in _end_of(service, job):
+        yield end
+
+
+async def _end_of(service: TrainingService, job: str) -> AsyncGenerator[bytes, None]:
     try:
         has_ended = (await service.get(job)).state in FINAL_STATES
     except (ServiceDrainingError, StoreError):

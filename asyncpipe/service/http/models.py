@@ -14,6 +14,8 @@ from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.jobs.artifacts import Artifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.outlook import Outlook
+from asyncpipe.service.jobs.run_log import SaidLine, SaidPage
+from asyncpipe.service.store.failures import FailureGroup
 from asyncpipe.service.token_roles import TokenRole
 
 ID = "^[0-9a-hjkmnp-tv-z]{26}$"
@@ -76,6 +78,7 @@ class JobSummary(_ResponseModel):
     forked_from: str | None = Field(description="The id of the job of which it is a copy.")
     owner: str | None = Field(description="The user whose job it is; null where there are no users.")
     teams: list[str] = Field(description="Those of its owner when it was submitted.")
+    root: str | None = Field(description="The root line of its last failure: of all that fail so it is the same.")
 
 
 class JobDetails(JobSummary):
@@ -111,7 +114,7 @@ def _summary(record: JobRecord, outlook: Outlook, longest: int) -> dict[str, Any
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
     of_record = (
         "id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from", "name", "entry",
-        "priority_class", "weight", "deadline", "memory", "schedule", "steps", "replicas", "owner",
+        "priority_class", "weight", "deadline", "memory", "schedule", "steps", "replicas", "owner", "root",
     )  # fmt: skip
     snapshot = record.snapshot
     return {
@@ -172,6 +175,32 @@ class EventAnswer(_ResponseModel):
     at: Time
     kind: Literal["state", "note", "snapshot", "step"]
     data: dict[str, JsonValue]
+
+
+class SaidAnswer(_ResponseModel):
+    """What a run said."""
+
+    run: int = Field(description="0 if no run has said anything.")
+    lines: list[SaidLine]
+    next: int = Field(description="The value of `after` for what follows.")
+
+    @classmethod
+    def of_page(cls, page: SaidPage) -> SaidAnswer:
+        """The answer for one page."""
+        return cls.model_validate(page._asdict())
+
+
+class LogsAnswer(SaidAnswer):
+    """What a run said, and of which runs there is something."""
+
+    runs: list[int]
+    more: bool = Field(description="Whether there may be more now.")
+
+
+class FailuresAnswer(_ResponseModel):
+    """Jobs that have failed, by the root line of their last failure."""
+
+    failures: list[FailureGroup]
 
 
 class ScheduleRequest(BaseModel):

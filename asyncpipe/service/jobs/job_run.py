@@ -25,12 +25,11 @@ from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.service.job_states import JobRecord
 from asyncpipe.service.jobs.artifacts import TIMELINE, TRACE
 from asyncpipe.service.jobs.failure_texts import root_line
-from asyncpipe.service.jobs.isolation.job_output import SAYING
 from asyncpipe.service.jobs.job_lines import log_note
 from asyncpipe.service.jobs.job_log import JobLog
 from asyncpipe.service.jobs.last_view import MOST, keep_view, steps_of_view
 from asyncpipe.service.jobs.outlook import Pace
-from asyncpipe.service.jobs.run_log import RunLog, tail_of
+from asyncpipe.service.jobs.run_log import SAYING, RunLog, tail_of
 from asyncpipe.service.jobs.run_outcome import FAILURES, RunEnding, RunOutcome, failure
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.train.blocking_calls import in_thread

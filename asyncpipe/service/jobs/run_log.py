@@ -18,6 +18,7 @@ import re
 import time
 from collections import deque
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
@@ -26,7 +27,18 @@ from typing import NamedTuple
 
 from asyncpipe.train.redaction import redacted
 
-__all__ = ["STREAMS", "RunLog", "SaidLine", "SaidPage", "Saying", "place_of", "read_said", "runs_said", "tail_of"]
+__all__ = [
+    "SAYING",
+    "STREAMS",
+    "RunLog",
+    "SaidLine",
+    "SaidPage",
+    "Saying",
+    "place_of",
+    "read_said",
+    "runs_said",
+    "tail_of",
+]
 
 SAID = "said"
 STREAMS = ("stdout", "stderr", "traceback", "service", "debug", "info", "warning", "error", "critical")
@@ -48,6 +60,10 @@ class Saying:
 
     def say(self, stream: str, text: str) -> None:
         """Keep the lines of ``text``, which comes from one of ``STREAMS``."""
+
+
+SAYING: ContextVar[Saying | None] = ContextVar("asyncpipe job that prints")
+"""The run whose code it is that prints in this context, on threads that jobs share."""
 
 
 class RunLog(Saying):

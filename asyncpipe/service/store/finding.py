@@ -20,6 +20,7 @@ from asyncpipe.service.store.store_errors import MOST_CANDIDATES, AmbiguousJobEr
 
 __all__ = [
     "JobFilter",
+    "conditions_of",
     "count_queued",
     "every_job",
     "find_job",
@@ -57,6 +58,8 @@ class JobFilter:
     """Of this user."""
     whose: Whose | None = None
     """Of these users and teams, whoever else's jobs there are."""
+    root: str | None = None
+    """Whose last failure has this root line."""
 
     def __post_init__(self) -> None:
         for name, value in (("entry", self.entry), ("owner", self.owner), ("text", self.text)):
@@ -94,7 +97,7 @@ def list_jobs(
     jobs of these states instead.
     """
     order, follows = ("DESC", "<") if newest_first else ("ASC", ">")
-    conditions, given = _conditions(wanted)
+    conditions, given = conditions_of(wanted)
     if after is not None:
         conditions.append(f"number {follows} ?")
         given.append(number_of(db, after))
@@ -109,13 +112,15 @@ def list_jobs(
     return tuple(map(_record, rows.fetchall()))
 
 
-def _conditions(wanted: JobFilter) -> tuple[list[str], list[Any]]:
+def conditions_of(wanted: JobFilter) -> tuple[list[str], list[Any]]:
     """What jobs of ``wanted`` meet beside their state, as SQL and its values."""
     found = [of_whose(wanted.whose)]
     if wanted.entry is not None:
         found.append(("entry = ?", [wanted.entry]))
     if wanted.owner is not None:
         found.append(("owner = ?", [wanted.owner]))
+    if wanted.root is not None:
+        found.append(("root = ?", [wanted.root]))
     found += [("instr(tags, ?)", [f'"{tag}"']) for tag in wanted.tags]
     if wanted.since is not None:
         found.append(("updated >= ?", [wanted.since]))

@@ -38,6 +38,7 @@ from asyncpipe.service.store.changing import Admit, change_state, check_room, in
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.device_runs import DeviceRun, read_runs
+from asyncpipe.service.store.failures import FailureGroup, find_failures
 from asyncpipe.service.store.finding import (
     JobFilter,
     every_job,
@@ -420,6 +421,10 @@ class JobStore:
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_LIMIT:
             raise OptionError(f"a list's limit is an integer from 1 to {MAX_LIMIT}, not {limit!r:.100}")
         return await self._about(after, lambda db: list_jobs(db, wanted, limit, after, newest_first=newest_first))
+
+    async def failures(self, wanted: JobFilter = ALL_JOBS, limit: int = 100) -> tuple[FailureGroup, ...]:
+        """At most ``limit`` groups of the ``wanted`` jobs that have failed in the same way, the newest first."""
+        return await self._thread.run(lambda db: find_failures(db, wanted, limit))
 
     async def every(self) -> Sequence[JobRecord]:
         """All jobs, oldest first: for the comparison with their folders."""

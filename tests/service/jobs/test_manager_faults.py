@@ -13,6 +13,7 @@ from manager_helpers import Fakes, opened, until
 
 from asyncpipe.errors import HungTaskError, JobFileError, LossError, OptionError, TaskError
 from asyncpipe.service.job_states import JobRecord, JobState, check_transition
+from asyncpipe.service.jobs.run_log import read_said
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, is_permanent, next_state
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 from asyncpipe.train.batches import DataError
@@ -159,8 +160,9 @@ async def test_no_secret_of_an_error_is_shown(tmp_path, caplog):
         failed = await service.comes(job.id, FAILED)
         assert failed.cause == "OSError: postgres://***@db: password=*** is wrong"
         events = await service.store.events(job.id)
-        assert any("cannot_connect" in str(event.data.get("text")) for event in events), "the traceback is there"
-        assert "hunter2" not in str(events)
+        said = read_said(service.manager.logs.folder / job.id, 0).lines
+        assert any("in cannot_connect" in line.text for line in said), "the traceback is there"
+        assert "hunter2" not in f"{events} {said} {failed.root}"
     assert "password=*** is wrong" in caplog.text
     assert "hunter2" not in caplog.text
     caplog.clear()

@@ -11,7 +11,7 @@ A new route is a function in one of these modules. A new module is listed here.
 
 from __future__ import annotations
 
-from asyncpipe.service.http.routes import artifacts, documents, ended, jobs, probes, workers
+from asyncpipe.service.http.routes import artifacts, documents, ended, jobs, logs, probes, workers
 from asyncpipe.service.token_roles import TokenRole
 
 __all__ = ["PROBES", "ROUTERS"]
@@ -20,6 +20,7 @@ ROUTERS = (
     (jobs.router, TokenRole.SUBMIT),
     (ended.router, TokenRole.SUBMIT),
     (artifacts.router, TokenRole.OPERATE),
+    (logs.router, TokenRole.OPERATE),
     (workers.router, TokenRole.OPERATE),
     (documents.router, TokenRole.OPERATE),
     (probes.router, TokenRole.OPERATE),

@@ -1,4 +1,4 @@
-"""What jobs may name, and how many jobs there are."""
+"""What jobs may name, how many jobs there are, and how those have failed that have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from asyncpipe.core.schedules.registry import known_schedules
 from asyncpipe.service.http import models
 from asyncpipe.service.http.access_control import holder_of
 from asyncpipe.service.http.routes.common import Seen, Service, api_router
+from asyncpipe.service.http.routes.jobs import Count, Since, Word
+from asyncpipe.service.store.job_store import JobFilter
 from asyncpipe.service.token_roles import TokenRole
 
 __all__ = ["router"]
@@ -46,3 +48,12 @@ async def me(service: Service, request: Request) -> models.MeAnswer:
         return models.MeAnswer(user=None, role=TokenRole.OPERATE, teams=[], limits=[])
     limits = await service.use(holder.user, holder.teams)
     return models.MeAnswer.model_validate({**holder._asdict(), "teams": list(holder.teams), "limits": limits})
+
+
+@router.get("/failures")
+async def failures(
+    service: Service, seen: Seen, entry: Word = None, text: Word = None, since: Since = None, limit: Count = 100
+) -> models.FailuresAnswer:
+    """Jobs that have failed, grouped by the root line of their last failure, the newest first."""
+    found = await service.failures(JobFilter(entry=entry, text=text, since=since, whose=seen), limit)
+    return models.FailuresAnswer.model_validate({"failures": found})

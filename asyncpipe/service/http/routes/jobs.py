@@ -39,7 +39,8 @@ Key: TypeAlias = Annotated[
 Count: TypeAlias = Annotated[int, Field(ge=1, le=models.MOST_LISTED)]
 EVENT = {"type": "object", "properties": {key: {"type": "string"} for key in ("id", "event", "data")}}
 EVENTS: dict[int | str, Any] = {200: {"content": {EventStream.media_type: {"schema": EVENT}}}}
-_Word: TypeAlias = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
+Since: TypeAlias = Annotated[float | None, Query(ge=0, lt=1e15, description="Unix time: only jobs that changed since")]
+Word: TypeAlias = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
 
 
 # Changing
@@ -98,11 +99,12 @@ async def list_jobs(
     service: Service,
     seen: Seen,
     state: Annotated[list[JobState] | None, Query()] = None,
-    entry: _Word = None,
+    entry: Word = None,
     tag: Annotated[list[Annotated[str, Field(pattern=f"^{TAG_PATTERN}$")]] | None, Query(max_length=MAX_TAGS)] = None,
-    text: _Word = None,
-    owner: _Word = None,
-    since: Annotated[float | None, Query(ge=0, lt=1e15, description="Unix time: only jobs that changed since")] = None,
+    text: Word = None,
+    owner: Word = None,
+    since: Since = None,
+    root: Annotated[str | None, Query(min_length=1, max_length=300, description="as /v1/failures has it")] = None,
     limit: Count = 100,
     after: Annotated[
         str | None, Query(pattern=models.ID, description="only jobs that follow the one of this id")
@@ -110,7 +112,7 @@ async def list_jobs(
     order: Literal["newest", "oldest"] = "newest",
 ) -> models.JobsAnswer:
     """Jobs that meet all that is asked for, the newest first."""
-    wanted = JobFilter(frozenset(state) if state else None, entry, tuple(tag or ()), text, since, owner, seen)
+    wanted = JobFilter(frozenset(state) if state else None, entry, tuple(tag or ()), text, since, owner, seen, root)
     try:
         if seen is not None and after is not None:
             last = await service.get(after)

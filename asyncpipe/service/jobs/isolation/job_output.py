@@ -15,18 +15,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextvars import ContextVar
 from io import TextIOBase
 from threading import RLock
 from typing import TextIO
 from weakref import WeakKeyDictionary
 
-from asyncpipe.service.jobs.run_log import LONGEST, STREAMS, Saying
+from asyncpipe.service.jobs.run_log import LONGEST, SAYING, STREAMS, Saying
 
-__all__ = ["SAYING", "JobOutput", "WholeLines"]
-
-SAYING: ContextVar[Saying | None] = ContextVar("asyncpipe job that prints")
-"""The run whose code it is that prints in this context, on threads that jobs share."""
+__all__ = ["JobOutput", "WholeLines"]
 
 
 class WholeLines:

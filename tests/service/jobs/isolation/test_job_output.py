@@ -11,8 +11,8 @@ from contextvars import copy_context
 
 import pytest
 
-from asyncpipe.service.jobs.isolation.job_output import SAYING, JobOutput
-from asyncpipe.service.jobs.run_log import Saying
+from asyncpipe.service.jobs.isolation.job_output import JobOutput
+from asyncpipe.service.jobs.run_log import SAYING, Saying
 
 
 class Said(Saying):

@@ -1,0 +1,87 @@
+"""What the runs of a job said: prints, log records and tracebacks of its code."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+from fastapi import Depends, Header, Query, Request
+from fastapi.responses import StreamingResponse
+
+from asyncpipe.observe.live.event_streams import EventStream, until
+from asyncpipe.service.http import models
+from asyncpipe.service.http.access_control import still_known
+from asyncpipe.service.http.event_stream import job_said
+from asyncpipe.service.http.routes.common import JobId, Service, Step, api_router
+from asyncpipe.service.http.routes.jobs import EVENTS
+from asyncpipe.service.jobs.run_log import STREAMS, SaidPage, place_of
+
+__all__ = ["router"]
+
+router = api_router("/v1/jobs/{id}")
+
+MOST_LINES = 10_000
+TEXT: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+class _AskedLogs(NamedTuple):
+    runs: Sequence[int]
+    begin: int
+    tail: int | None
+    said: Callable[..., AsyncGenerator[SaidPage, None]]
+
+
+async def _asked(
+    service: Service,
+    job: JobId,
+    run: Annotated[int | None, Query(ge=1, lt=2**20, description="by default the last one")] = None,
+    stream: Annotated[Literal[STREAMS] | None, Query(description="only its lines")] = None,  # type: ignore[valid-type]
+    tail: Annotated[int | None, Query(ge=1, le=MOST_LINES, description="only so many lines at the end")] = None,
+    after: Annotated[Step | None, Query(description="only what follows this place, as `next` names it")] = None,
+) -> _AskedLogs:
+    runs = await service.runs_said(job)
+    begin = place_of(run or max(runs, default=0)) if after is None else after
+    return _AskedLogs(runs, begin, tail, partial(service.said, job, run=run, stream=stream))
+
+
+AskedLogs: TypeAlias = Annotated[_AskedLogs, Depends(_asked)]
+
+
+@router.get("/logs")
+async def logs(asked: AskedLogs) -> models.LogsAnswer:
+    """What a run of a job said, 256 KiB at once."""
+    nothing = SaidPage(asked.begin >> 40, asked.begin, [])
+    page = await anext(asked.said(asked.begin, tail=asked.tail), nothing)
+    more = asked.tail is None and page is not nothing
+    return models.LogsAnswer.model_validate({**page._asdict(), "runs": asked.runs, "more": more})
+
+
+@router.get("/logs.txt", response_class=StreamingResponse, responses=TEXT)
+async def logs_as_text(asked: AskedLogs) -> StreamingResponse:
+    """All that a run of a job said, as text."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for page in asked.said(asked.begin, tail=asked.tail):
+            for line in page.lines:
+                at = datetime.fromtimestamp(line.at).astimezone().isoformat(timespec="seconds")
+                yield f"{at} {line.stream} {line.text}\n"
+
+    return StreamingResponse(lines(), media_type="text/plain")
+
+
+@router.get("/logs/events", status_code=200, response_class=EventStream, responses=EVENTS)
+async def log_events(
+    service: Service,
+    request: Request,
+    job: JobId,
+    asked: AskedLogs,
+    seen: Annotated[
+        Step | None, Header(alias="Last-Event-ID", description="the last event that the client has")
+    ] = None,
+) -> EventStream:
+    """What a job says, as it says it."""
+    state, begin, tail = request.app.state, *((asked.begin, asked.tail) if seen is None else (seen, None))
+    following = job_said(service, job, asked.said(begin, tail=tail, follow=True))
+    return EventStream(until(state.closing, partial(still_known, request), following), state.places.place(request))
