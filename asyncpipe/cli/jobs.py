@@ -149,16 +149,14 @@ def _logs(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     add = parser.add_argument
     add("-f", "--follow", action="store_true", help="go on until the job has ended")
-    add("--run", type=count, metavar="N", help="what its Nth run said (default: the last one)")
+    add("--run", dest="attempt", type=count, metavar="N", help="what its Nth run said (default: the last one)")
     add("--tail", type=count, metavar="N", help="only the last N lines")
     add("--stream", metavar="STREAM", help="only stdout, stderr, traceback, service, or a level as warning")
 
 
 def _failures(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--entry", metavar="ENTRY", help="only jobs of this entry")
-    add("--text", metavar="TEXT", help="only jobs with this text in their name, entry, id, cause or tags")
-    add("--since", type=moment, metavar="TIME", help="only jobs that changed since then: 2026-12-01T08:00, or -2d")
+    text = "only jobs that changed since then: 2026-12-01T08:00, or -2d"
+    parser.add_argument("--since", type=moment, metavar="TIME", help=text)
 
 
 def _wait(parser: argparse.ArgumentParser) -> None:

@@ -163,7 +163,7 @@ def logs(client: JobClient, args: argparse.Namespace) -> int:
     jobs on threads, what C libraries and processes print that their code starts goes where the service's output goes.
     """
     colours = sys.stdout.isatty()
-    for line in client.logs(args.job, run=args.run, stream=args.stream, tail=args.tail, follow=args.follow):
+    for line in client.logs(args.job, run=args.attempt, stream=args.stream, tail=args.tail, follow=args.follow):
         print(json.dumps(line) if args.json else said_line(line, colours=colours), flush=args.follow)
     return 0
 
@@ -174,7 +174,7 @@ def failures(client: JobClient, args: argparse.Namespace) -> int:
     A group has all jobs whose last failure has the same root line: the type of the first error, its message without
     numbers and folders, and the innermost frame of the job's own code. `list --root LINE` shows all jobs of a group.
     """
-    found = client.failures(entry=args.entry, text=args.text, since=args.since)
+    found = client.failures(args.since)
     print(json.dumps(found) if args.json else failures_table(found))
     return 0
 

@@ -18,7 +18,7 @@ from asyncpipe.service.jobs.job_log import JobLog
 from asyncpipe.service.jobs.last_view import MOST, RECENT, past_view
 from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.outlook import Outlook
-from asyncpipe.service.jobs.run_log import SaidPage, read_said, runs_said, tail_of
+from asyncpipe.service.jobs.run_log import SaidPage, last_said, read_said, runs_in
 from asyncpipe.service.service_loop import ServiceDrainingError, ServiceLoop
 from asyncpipe.service.store.failures import FailureGroup
 from asyncpipe.service.store.job_records import JobEvent, LossRow
@@ -129,7 +129,7 @@ class JobReading(ABC):
     async def runs_said(self, job: str) -> Sequence[int]:
         """The runs of ``job`` of which it is kept what they said, oldest first. Raises ``UnknownJobError``."""
         folder = self.manager.logs.folder / (await self.get(job)).id
-        return await in_thread(partial(runs_said, folder))
+        return await in_thread(partial(runs_in, folder))
 
     async def said(
         self,
@@ -148,7 +148,7 @@ class JobReading(ABC):
         """
         folder = self.manager.logs.folder / (await self.get(job)).id
         if tail is not None:
-            page = await in_thread(partial(tail_of, folder, place >> 40, tail, stream))
+            page = await in_thread(partial(last_said, folder, place >> 40, tail, stream))
             place = page.next
             yield page
         while follow or tail is None:

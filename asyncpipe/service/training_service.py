@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncpipe.observe.live import LiveView
@@ -40,6 +41,7 @@ from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.service.submission.submission import (
     Submission,
+    SubmissionError,
     changed_document,
     check_amendment,
     check_submission,
@@ -203,8 +205,15 @@ class TrainingService(JobReading):
             raise ServiceDrainingError(f"the service takes no more jobs: {manager.shutdown}")
         document = check_submission(submission, self.settings, self.entries)
         await manager.quotas.measure(owner, teams)
-        whose = {"owner": owner, "teams": tuple(teams)}
-        return await self.loop.do(manager.jobs.submit(document, idempotency_key, **whose))
+        more = {"owner": owner, "teams": tuple(teams), "code": await self._code(document)}
+        return await self.loop.do(manager.jobs.submit(document, idempotency_key, **more))
+
+    async def _code(self, document: Mapping[str, Any]) -> str | None:
+        """The content of the entry's code now. Raises ``SubmissionError`` if ``document`` names another."""
+        code = await in_thread(partial(self.entries.code, document["entry"]))
+        if not (code or "").startswith(document.get("code") or ""):
+            raise SubmissionError([("code", f"the content of the entry is {(code or 'not known')[:12]} now")])
+        return code
 
     async def pause(self, job: str, cause: str = "asked to pause") -> JobRecord:
         """The job, paused; or running and asked to pause after its step, with a snapshot."""
@@ -235,6 +244,9 @@ class TrainingService(JobReading):
         if changes:
             fixed = ("entry", "name")  # A snapshot knows whose it is.
             document = changed_document(await self.get(job), changes, self.settings, self.entries, fixed=fixed)
+        record = await self.get(job)
+        if changed := await in_thread(partial(self.entries.changed, record.entry, record.code)):
+            cause = f"{cause}; {changed}"
         return await self.loop.do(manager.ended.retry(job, cause, from_step, document))
 
     async def fork(
@@ -255,8 +267,10 @@ class TrainingService(JobReading):
         record = await self.get(job)
         document = changed_document(record, changes or {}, self.settings, self.entries, fixed=("entry",))
         await manager.quotas.measure(owner, teams)
-        whose = {"owner": owner, "teams": tuple(teams)}
-        return await self.loop.do(manager.ended.fork(job, document | {"deadline": None}, from_step, **whose))
+        more = {"owner": owner, "teams": tuple(teams), "code": await self._code(document)}
+        changed = await in_thread(partial(self.entries.changed, record.entry, record.code, "that"))
+        more["because"] = f"; {changed}" if changed else ""
+        return await self.loop.do(manager.ended.fork(job, document | {"deadline": None}, from_step, **more))
 
     async def delete(self, job: str, *, dry_run: bool = False) -> tuple[JobRecord, FilesOfJob]:
         """Delete a job that has ended, with all that it has on disk; what it was, and what it had.

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.observe import http_server
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.http import make_api, serve_api
+from asyncpipe.service.job_reading import JobReading
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, JobStateError
 from asyncpipe.service.jobs.artifacts import Artifact, JobFiles, OpenArtifact, event_lines, loss_lines
 from asyncpipe.service.jobs.hosts import UnknownHostError, WorkerStatus
@@ -192,6 +194,14 @@ class FakeService:
     async def spread_losses(self, job: str, points: int) -> Sequence[LossRow]:
         rows = self.rows.get(job, [])
         return rows[:: max(1, len(rows) // points)][:points]
+
+    runs_said, said, failures = JobReading.runs_said, JobReading.said, JobReading.failures
+
+    @property
+    def manager(self) -> Any:
+        """What these need of one."""
+        logs = SimpleNamespace(folder=self.settings.folder / "jobs")
+        return SimpleNamespace(logs=logs, jobs=SimpleNamespace(store=self.store))
 
     async def losses(self, job: str, after: int = 0, limit: int = 1000) -> Sequence[LossRow]:
         await self.store.get(job)

@@ -253,13 +253,12 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
         query = [(name, str(value)) for name, value in given.items() if value is not None]
         return self._many(self._log_lines(job, query, follow=follow))
 
-    def failures(self, *, entry: str | None = None, text: str | None = None, since: float | None = None) -> _Tables:
+    def failures(self, since: float | None = None) -> _Tables:
         """Groups of jobs that have failed in the same way (``root``, ``count``, ``users``, ``jobs`` …), newest first.
 
-        Filters are as of ``list``.
+        With ``since``, of those that have changed then, a Unix time, or later.
         """
-        given = {"entry": entry, "text": text, "since": None if since is None else repr(float(since))}
-        query = [(name, value) for name, value in given.items() if value is not None]
+        query = [] if since is None else [("since", repr(float(since)))]
         return self._rows("failures", "/v1/failures", query=query)
 
     # How

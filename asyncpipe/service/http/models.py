@@ -78,6 +78,7 @@ class JobSummary(_ResponseModel):
     forked_from: str | None = Field(description="The id of the job of which it is a copy.")
     owner: str | None = Field(description="The user whose job it is; null where there are no users.")
     teams: list[str] = Field(description="Those of its owner when it was submitted.")
+    code: str | None = Field(description="The hash of its entry's content when it was submitted, 12 digits of it.")
     root: str | None = Field(description="The root line of its last failure: of all that fail so it is the same.")
 
 
@@ -122,6 +123,7 @@ def _summary(record: JobRecord, outlook: Outlook, longest: int) -> dict[str, Any
         **{name: getattr(record, name) for name in of_record},
         "devices": list(record.devices),
         "tags": list(record.tags),
+        "code": record.code and record.code[:12],
         "teams": list(record.teams),
         "cause": record.cause[:longest],
         "snapshot": None if snapshot is None else PureWindowsPath(PurePosixPath(snapshot).name).name,
@@ -262,6 +264,7 @@ class EntryAnswer(_ResponseModel):
     """An entry that jobs may name."""
 
     name: str
+    code: str | None = Field(description="The hash of its content; null if that is not known.")
     parameters: dict[str, JsonValue] = Field(description="JSON schema of its parameters.")
 
 

@@ -29,7 +29,7 @@ from asyncpipe.service.jobs.job_lines import log_note
 from asyncpipe.service.jobs.job_log import JobLog
 from asyncpipe.service.jobs.last_view import MOST, keep_view, steps_of_view
 from asyncpipe.service.jobs.outlook import Pace
-from asyncpipe.service.jobs.run_log import SAYING, RunLog, tail_of
+from asyncpipe.service.jobs.run_log import RunLog, last_said
 from asyncpipe.service.jobs.run_outcome import FAILURES, RunEnding, RunOutcome, failure
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.train.blocking_calls import in_thread
@@ -114,7 +114,7 @@ class JobRun:
         """Train to the end, whatever that is; raises no error of the job. ``options`` are passed to ``make``."""
         self._log = log
         self.run_log = RunLog(log.folder, self.record.attempts)
-        SAYING.set(self.run_log)
+        RunLog.here.set(self.run_log)
         try:
             await self._say_what(f"begins: {self.record.cause}")
             try:
@@ -228,7 +228,7 @@ class JobRun:
         if outcome.root is not None or outcome.ending not in FAILURES:
             return outcome
         folder, run = self._log.folder, self.record.attempts
-        last = await in_thread(lambda: tail_of(folder, run, CRASH_LINES, "stderr"))
+        last = await in_thread(lambda: last_said(folder, run, CRASH_LINES, "stderr"))
         return replace(outcome, root=root_line("\n".join(line.text for line in last.lines), outcome.cause))
 
     async def _say_what(self, text: str) -> None:

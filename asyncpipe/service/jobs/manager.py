@@ -44,7 +44,7 @@ from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, next_state
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore, StoreError
-from asyncpipe.service.submission.entries import Entries
+from asyncpipe.service.submission.entries import Entries, EntryError
 from asyncpipe.service.submission.submission import job_of
 from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.lasting_run import LastingRun
@@ -285,6 +285,10 @@ class Manager:
             try:
                 job = job_of(current, self.settings)
                 make_workload = self.entries.make(current.entry, current.table("parameters"))
+                if changed := await in_thread(lambda: self.entries.changed(current.entry, current.code)):
+                    if self.settings.changed_code == "refuse" or current.document.get("code"):
+                        raise EntryError(f"{changed}; fork it, or bring its code back")
+                    reason += f"; {changed}"
             except AsyncpipeError as error:
                 cause = f"cannot be built: {error}"
                 await self.jobs.become(current, JobState.FAILED, cause, root=root_line("", cause))

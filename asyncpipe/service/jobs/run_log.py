@@ -23,22 +23,11 @@ from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from asyncpipe.train.redaction import redacted
 
-__all__ = [
-    "SAYING",
-    "STREAMS",
-    "RunLog",
-    "SaidLine",
-    "SaidPage",
-    "Saying",
-    "place_of",
-    "read_said",
-    "runs_said",
-    "tail_of",
-]
+__all__ = ["STREAMS", "RunLog", "SaidLine", "SaidPage", "Saying", "last_said", "place_of", "read_said", "runs_in"]
 
 SAID = "said"
 STREAMS = ("stdout", "stderr", "traceback", "service", "debug", "info", "warning", "error", "critical")
@@ -58,12 +47,11 @@ _LINE = re.compile(rf"(\d+\.\d+) ({'|'.join(STREAMS)}) (.*)")
 class Saying:
     """Takes what a run says."""
 
+    here: ClassVar[ContextVar[Saying | None]] = ContextVar("asyncpipe job that prints")
+    """The run whose code it is that prints in this context, on threads that jobs share."""
+
     def say(self, stream: str, text: str) -> None:
         """Keep the lines of ``text``, which comes from one of ``STREAMS``."""
-
-
-SAYING: ContextVar[Saying | None] = ContextVar("asyncpipe job that prints")
-"""The run whose code it is that prints in this context, on threads that jobs share."""
 
 
 class RunLog(Saying):
@@ -147,7 +135,7 @@ def place_of(run: int, part: int = 0, offset: int = 0) -> int:
     return run << 40 | part << 23 | offset
 
 
-def runs_said(folder: Path) -> list[int]:
+def runs_in(folder: Path) -> list[int]:
     """The runs of the job in ``folder`` that have said something that is kept, oldest first. Blocks."""
     return sorted({run for run, _ in _parts(folder)})
 
@@ -171,7 +159,7 @@ def read_said(folder: Path, place: int, most: int = PAGE) -> SaidPage:
     return SaidPage(here[0], place, [])
 
 
-def tail_of(folder: Path, run: int, count: int, stream: str | None = None) -> SaidPage:
+def last_said(folder: Path, run: int, count: int, stream: str | None = None) -> SaidPage:
     """The last ``count`` lines of a run, or of a stream of it, as far as its last two parts have them. Blocks."""
     parts = [part for each, part in _parts(folder) if each == run]
     found, following = deque[SaidLine](maxlen=count), place_of(run, *parts[-2:][:1])

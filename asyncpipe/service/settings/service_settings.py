@@ -138,6 +138,8 @@ class ServiceSettings(FolderSettings):
     """how long a cancelled job has to end before its process is killed; must be a number of seconds above 0"""
     max_attempts: types.PositiveInteger = 3
     """deaths since a job's last snapshot after which it is quarantined; must be an integer of at least 1"""
+    changed_code: Literal["tell", "refuse"] = "tell"
+    """whether a job begins whose entry has changed since it was submitted; must be tell or refuse"""
     resume: bool = True
     """whether unfinished jobs resume at the start, or are paused; must be true or false"""
     workers: Literal["threads", "processes", "ray", "torchrun"] = "threads"

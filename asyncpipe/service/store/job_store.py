@@ -212,10 +212,10 @@ class JobStore:
     ) -> JobRecord:
         """The new ``job``, queued, whose folder has a copy of the snapshot of ``origin`` after ``step``.
 
-        It has the losses of ``origin`` until there; a step of 0 is the beginning. ``more`` as of ``add``. Raises
-        ``QueueFullError``.
+        It has the losses of ``origin`` until there; a step of 0 is the beginning. ``more`` as of ``add``, and what its
+        cause ends with as ``because``. Raises ``QueueFullError``.
         """
-        cause = f"forked from {origin}" + (f" after step {step}" if step else "")
+        cause = f"forked from {origin}" + (f" after step {step}" if step else "") + more.pop("because", "")
         more |= {"forked_from": origin, "step": step, "snapshot": f"step-{step}" if step else None}
 
         def change(db: sqlite3.Connection) -> JobRecord:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from typing_extensions import TypedDict  # Pydantic reads typing's own from Pyth
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
+from asyncpipe.service.submission.entry_code import EntryCode, changed_files
 from asyncpipe.service.submission.parameter_rules import can_be_given, unsafe_values
 from asyncpipe.train.entry import named_function
 from asyncpipe.train.import_path import import_path
@@ -57,6 +59,10 @@ class Entries:
     def __init__(
         self, factories: Mapping[str, Factory], fixed: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     ) -> None:
+        self.is_fresh = False
+        """Whether each job imports its entry anew, in a process of its own."""
+        there = {name: sys.modules[module] for name in factories if (module := name.partition(":")[0]) in sys.modules}
+        self._code = {name: EntryCode(each) for name, each in there.items() if getattr(each, "__file__", None)}
         self._entries = _for_each(factories, lambda name: _RegisteredEntry(name, factories[name], fixed.get(name, {})))
 
     @classmethod
@@ -67,7 +73,9 @@ class Entries:
         """
         with nullcontext() if settings.entry_path is None else import_path(settings.entry_path.resolve()):
             factories = _for_each(settings.entries, _imported)
-        return cls(factories, {name: entry.fixed for name, entry in settings.entries.items()})
+        entries = cls(factories, {name: entry.fixed for name, entry in settings.entries.items()})
+        entries.is_fresh = settings.is_isolated
+        return entries
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,6 +92,19 @@ class Entries:
     def validate(self, entry: str, parameters: Mapping[str, Any]) -> list[WrongKey]:
         """The wrong keys of ``parameters``. Raises ``EntryError`` for an unknown entry."""
         return self._find(entry).read(parameters)[1]
+
+    def code(self, entry: str) -> str | None:
+        """The content of the code that a job of ``entry`` runs if it begins now, as ``EntryCode`` has it. Blocks.
+
+        ``None`` for an unknown entry, and where the module of an entry has no file.
+        """
+        code = self._code.get(entry)
+        return None if code is None else code.now() if self.is_fresh else code.imported
+
+    def changed(self, entry: str, before: str | None, since: str = "it") -> str:
+        """A sentence if the code of ``entry`` is not that of ``before``, as ``code`` has it; else nothing. Blocks."""
+        names = changed_files(before, self.code(entry))
+        return f"its entry has changed since {since} was submitted: {', '.join(names)}" if names else ""
 
     def make(self, entry: str, parameters: Mapping[str, Any]) -> Callable[[], Workload]:
         """A function that makes the workload, which may take long. Raises ``EntryError`` for wrong parameters.

@@ -16,7 +16,7 @@ SET_BY_SERVICE = {"folder", "resume"}
 """Keys of ``[snapshots]`` that a service sets: it has a folder for each job, and always resumes."""
 
 
-FOR_SERVICE = ("tags", "deadline", "priority_class", "weight", "memory")
+FOR_SERVICE = ("tags", "deadline", "priority_class", "weight", "memory", "code")
 """Keys of ``[service]``."""
 
 

@@ -132,6 +132,7 @@ def _once(tags: list[str]) -> list[str]:
 
 _NAME = f"must be a printable text of 1 to {MAX_NAME} characters, without spaces at its ends"
 _CLASS = f"must be one of {', '.join(PriorityClass)}"
+_CODE = "must be at least 8 digits of the hash of the entry's content, as the list of entries has it"
 _WEIGHT = f"must be a number above 0, up to {MAX_WEIGHT:g}"
 _TAGS = f"must be a list of up to {MAX_TAGS} tags, each {TAG}"
 _DEADLINE = "must be a Unix time in seconds, before the year 10000"
@@ -187,6 +188,8 @@ class Submission(StrictModel):
     """The Unix time at which the job fails unless it has ended."""
     memory: Annotated[int, BeforeValidator(_bytes)] | None = Field(default=None, gt=0, description=_MEMORY)
     """The bytes that it needs at most on each of its devices."""
+    code: str | None = Field(default=None, pattern="^[0-9a-f]{8,64}$", description=_CODE)
+    """The hash of its entry's content, or how it begins: with another content it neither is taken nor begins."""
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
@@ -217,7 +220,7 @@ def check_submission(submission: SubmissionInput, settings: ServiceSettings, ent
     problems += _wrong_memory(read.memory, read.pipeline.devices, settings)
     if len(read.pipeline.devices) <= len(settings.devices):
         problems += _wrong_schedule(read.pipeline)
-    document = read.model_dump(mode="json")
+    document = read.model_dump(mode="json", exclude={"code"} if read.code is None else None)
     if (size := len(json.dumps(document))) > MOST_BYTES and not problems:
         problems.append(WrongKey("", f"the submission takes {size} bytes as JSON; {MOST_BYTES} are allowed"))
     if problems:

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from asyncpipe.service.jobs import run_log
-from asyncpipe.service.jobs.run_log import HEAD, KEPT_RUNS, TAIL, RunLog, place_of, read_said, runs_said, tail_of
+from asyncpipe.service.jobs.run_log import HEAD, KEPT_RUNS, TAIL, RunLog, last_said, place_of, read_said, runs_in
 
 
 def texts(folder: Path, place: int = 0) -> list[str]:
@@ -43,14 +43,14 @@ def test_lines_of_several_threads_and_processes_are_whole_and_in_order(tmp_path:
         thread.join()
     assert child.wait() == -9
     log.close()
-    page = tail_of(tmp_path, 3, 10_000)
-    assert (page.run, runs_said(tmp_path)) == (3, [3])
+    page = last_said(tmp_path, 3, 10_000)
+    assert (page.run, runs_in(tmp_path)) == (3, [3])
     for name, stream in (("one", "stdout"), ("two", "stdout"), ("other", "stderr")):
         said = [line.text for line in page.lines if line.text.startswith(f"{name} ") and line.stream == stream]
         assert said == [f"{name} {index}" for index in range(200)]
     assert len(page.lines) == 5 * 200
     assert texts(tmp_path) == [line.text for line in page.lines]
-    assert [line.text for line in tail_of(tmp_path, 3, 2, "stderr").lines] == ["other 198", "other 199"]
+    assert [line.text for line in last_said(tmp_path, 3, 2, "stderr").lines] == ["other 198", "other 199"]
 
 
 @pytest.mark.parametrize("length", [10, 20_000])
@@ -62,7 +62,7 @@ def test_a_flood_keeps_its_beginning_and_its_end_and_says_what_is_cut(
     for index in range(20_000 if length == 10 else 100):
         log.say("stdout", f"{index:<{length}}")
         if index == 10:
-            place = tail_of(tmp_path, 1, 1).next
+            place = last_said(tmp_path, 1, 1).next
     log.close()
     files = list((tmp_path / "said").iterdir())
     assert len(files) == HEAD + TAIL
@@ -100,8 +100,8 @@ def test_the_last_runs_of_a_job_are_kept(tmp_path: Path) -> None:
         log.say("stdout", f"run {run}, password=hunter2")
         log.close()
     kept = list(range(3, KEPT_RUNS + 3))
-    assert runs_said(tmp_path) == kept
+    assert runs_in(tmp_path) == kept
     assert texts(tmp_path) == [f"run {run}, password=***" for run in kept]
     assert texts(tmp_path, place_of(5)) == [f"run {run}, password=***" for run in kept[2:]]
-    assert [line.text for line in tail_of(tmp_path, 4, 9).lines] == ["run 4, password=***"]
+    assert [line.text for line in last_said(tmp_path, 4, 9).lines] == ["run 4, password=***"]
     assert read_said(tmp_path / "none", 7).lines == []

@@ -29,7 +29,11 @@ async def schedules(service: Service) -> models.SchedulesAnswer:
 async def entries(service: Service) -> models.EntriesAnswer:
     """Entries that jobs may name."""
     known = service.entries
-    found = [models.EntryAnswer(name=name, parameters=known.schema(name)) for name in known.names]
+    codes = await asyncio.to_thread(lambda: {name: known.code(name) for name in known.names})
+    found = [
+        models.EntryAnswer(name=name, code=code and code.partition("\n")[0], parameters=known.schema(name))
+        for name, code in codes.items()
+    ]
     return models.EntriesAnswer(entries=found)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.responses import StreamingResponse
@@ -26,13 +26,6 @@ MOST_LINES = 10_000
 TEXT: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-class _AskedLogs(NamedTuple):
-    runs: Sequence[int]
-    begin: int
-    tail: int | None
-    said: Callable[..., AsyncGenerator[SaidPage, None]]
-
-
 async def _asked(
     service: Service,
     job: JobId,
@@ -40,35 +33,38 @@ async def _asked(
     stream: Annotated[Literal[STREAMS] | None, Query(description="only its lines")] = None,  # type: ignore[valid-type]
     tail: Annotated[int | None, Query(ge=1, le=MOST_LINES, description="only so many lines at the end")] = None,
     after: Annotated[Step | None, Query(description="only what follows this place, as `next` names it")] = None,
-) -> _AskedLogs:
+) -> Any:
     runs = await service.runs_said(job)
     begin = place_of(run or max(runs, default=0)) if after is None else after
-    return _AskedLogs(runs, begin, tail, partial(service.said, job, run=run, stream=stream))
+    return runs, begin, tail, partial(service.said, job, run=run, stream=stream)
 
 
-AskedLogs: TypeAlias = Annotated[_AskedLogs, Depends(_asked)]
+AskedLogs: TypeAlias = Annotated[
+    tuple[Sequence[int], int, int | None, Callable[..., AsyncGenerator[SaidPage, None]]], Depends(_asked)
+]
+"""The runs that have said something, the place to begin at, how many lines, and what gives the pages."""
 
 
 @router.get("/logs")
 async def logs(asked: AskedLogs) -> models.LogsAnswer:
     """What a run of a job said, 256 KiB at once."""
-    nothing = SaidPage(asked.begin >> 40, asked.begin, [])
-    page = await anext(asked.said(asked.begin, tail=asked.tail), nothing)
-    more = asked.tail is None and page is not nothing
-    return models.LogsAnswer.model_validate({**page._asdict(), "runs": asked.runs, "more": more})
+    runs, begin, tail, said = asked
+    page = await anext(said(begin, tail=tail), None) or SaidPage(begin >> 40, begin, [])
+    more = tail is None and bool(page.lines)
+    return models.LogsAnswer.model_validate({**page._asdict(), "runs": runs, "more": more})
 
 
 @router.get("/logs.txt", response_class=StreamingResponse, responses=TEXT)
 async def logs_as_text(asked: AskedLogs) -> StreamingResponse:
     """All that a run of a job said, as text."""
+    _, begin, tail, said = asked
+    pages = said(begin, tail=tail)
+    return StreamingResponse((_text(page) async for page in pages), media_type="text/plain")
 
-    async def lines() -> AsyncIterator[str]:
-        async for page in asked.said(asked.begin, tail=asked.tail):
-            for line in page.lines:
-                at = datetime.fromtimestamp(line.at).astimezone().isoformat(timespec="seconds")
-                yield f"{at} {line.stream} {line.text}\n"
 
-    return StreamingResponse(lines(), media_type="text/plain")
+def _text(page: SaidPage) -> str:
+    times = [datetime.fromtimestamp(line.at).astimezone().isoformat(timespec="seconds") for line in page.lines]
+    return "".join(f"{at} {line.stream} {line.text}\n" for at, line in zip(times, page.lines, strict=True))
 
 
 @router.get("/logs/events", status_code=200, response_class=EventStream, responses=EVENTS)
@@ -82,6 +78,7 @@ async def log_events(
     ] = None,
 ) -> EventStream:
     """What a job says, as it says it."""
-    state, begin, tail = request.app.state, *((asked.begin, asked.tail) if seen is None else (seen, None))
-    following = job_said(service, job, asked.said(begin, tail=tail, follow=True))
+    _, begin, tail, said = asked
+    pages = said(begin, tail=tail, follow=True) if seen is None else said(seen, follow=True)
+    state, following = request.app.state, job_said(service, job, pages)
     return EventStream(until(state.closing, partial(still_known, request), following), state.places.place(request))

@@ -20,7 +20,7 @@ from threading import RLock
 from typing import TextIO
 from weakref import WeakKeyDictionary
 
-from asyncpipe.service.jobs.run_log import LONGEST, SAYING, STREAMS, Saying
+from asyncpipe.service.jobs.run_log import LONGEST, STREAMS, Saying
 
 __all__ = ["JobOutput", "WholeLines"]
 
@@ -39,7 +39,7 @@ class WholeLines:
 
 
 class JobOutput(logging.Handler):
-    """Takes the output of this process from now on, for the run of ``SAYING``, or else for ``saying``."""
+    """Takes the output of this process from now on, for the run of ``Saying.here``, or else for ``saying``."""
 
     def __init__(self, saying: Saying | None = None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class JobOutput(logging.Handler):
     @property
     def saying(self) -> Saying | None:
         """Who takes what is printed here and now."""
-        return SAYING.get(self._saying) if self.is_here else None
+        return Saying.here.get(self._saying) if self.is_here else None
 
     def end(self) -> None:
         """Say the lines that have no end."""

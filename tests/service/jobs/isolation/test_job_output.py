@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import copy_context
 
 import pytest
+from output_helpers import taken
 
-from asyncpipe.service.jobs.isolation.job_output import JobOutput
-from asyncpipe.service.jobs.run_log import SAYING, Saying
+from asyncpipe.service.jobs.run_log import Saying
 
 
 class Said(Saying):
@@ -23,20 +21,6 @@ class Said(Saying):
 
     def say(self, stream: str, text: str) -> None:
         self.all.append((stream, text))
-
-
-@contextmanager
-def taken(saying: Saying | None) -> Iterator[None]:
-    """The standard streams and the root logger are a job's."""
-    root, streams = logging.getLogger(), (sys.stdout, sys.stderr)
-    handlers, root.handlers[:] = root.handlers[:], []
-    output = JobOutput(saying)
-    try:
-        yield
-        output.end()
-    finally:
-        sys.stdout, sys.stderr = streams
-        root.handlers[:] = handlers
 
 
 def test_whole_lines_and_records_are_said_with_their_streams() -> None:
@@ -63,7 +47,7 @@ def test_in_a_process_of_several_jobs_each_context_has_its_own(capsys: pytest.Ca
     jobs, contexts = (Said(), Said()), (copy_context(), copy_context())
     with taken(None):
         for job, context in zip(jobs, contexts, strict=True):
-            context.run(SAYING.set, job)
+            context.run(Saying.here.set, job)
         for number, context in enumerate(contexts):
             context.run(print, "begun by", number, end="")
         print("nobody's")

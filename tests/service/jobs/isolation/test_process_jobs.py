@@ -12,6 +12,7 @@ import isolation_entries
 import pytest
 from killing import poll, serving
 from manager_helpers import Service, make_settings, submission
+from output_helpers import taken
 from resume_helpers import disturb
 from run_helpers import assert_same_end
 from worker_helpers import is_alive
@@ -33,15 +34,15 @@ STEPS = 9
 
 
 @asynccontextmanager
-async def processes(folder, **changed):
-    """A manager whose jobs have processes, and a function that submits the entry of a name."""
+async def processes(folder, isolation="process", **changed):
+    """A manager whose jobs have processes, or are on threads, and a function that submits the entry of a name."""
     factories = {name: getattr(isolation_entries, name) for name in NAMES}
     fixed = {name: {} if name == "plain" else {"folder": str(folder)} for name in NAMES}
     entries = Entries({f"tests:{n}": f for n, f in factories.items()}, {f"tests:{n}": v for n, v in fixed.items()})
     settings = make_settings(
         folder / "service",
         entries=[f"tests:{name}" for name in NAMES],
-        isolation="process",
+        isolation=isolation,
         max_running=len(NAMES),
         cancel_seconds=0.2,
         **changed,
@@ -168,6 +169,17 @@ async def test_a_snapshot_appears_after_the_store_has_the_losses_that_lead_to_it
         record = await comes(service, job, JobState.FINISHED, JobState.FAILED)
         assert record.snapshot == f"step-{STEPS}"
         assert (folder / record.snapshot).exists()
+
+
+async def test_a_job_on_threads_says_the_same(tmp_path):
+    with taken(None):
+        async with processes(tmp_path, isolation="thread") as (service, submit):
+            job = await submit("raises", faults={"snapshot_retries": 0})
+            record = await comes(service, job, JobState.FINISHED, JobState.FAILED)
+            said = read_said(service.manager.logs.folder / job, 0).lines
+    once = ["printed before it failed", "and then", " 2 of 2", "their.own: logged with password=***"]
+    lines = [line.text for line in said if line.stream != "traceback"]
+    assert lines == ["run 1 begins: it is its turn", *once * 2, f"run 1 failed: {record.cause}"]
 
 
 async def test_what_does_not_end_is_gone_within_its_deadline_and_frees_its_place_and_a_live_job_hears_orders(tmp_path):
