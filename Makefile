@@ -1,12 +1,12 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`. Both work in .venv.
-# `make train WORKERS=processes` trains the same in worker processes.
+# `make train WORKERS=processes` trains the same in worker processes. The model stays in runs/charlm; delete the folder to train anew.
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding clipping faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api free-threaded clean
 
 train: .venv/installed
-	$(BIN)/asyncpipe train examples/charlm/charlm.toml $(if $(WORKERS),--workers $(WORKERS))
+	$(BIN)/asyncpipe train examples/charlm/charlm.toml --resume runs/charlm $(if $(WORKERS),--workers $(WORKERS))
 
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal

@@ -116,7 +116,7 @@ def _train(args: argparse.Namespace) -> int:
         run = LastingRun(job, make_workload, progress=progress, collector=collector, observers=observers)
         summary, stopped_by = runner.run(_run(run, job, view))
     if summary is not None:
-        _print_summary(summary)
+        _print_summary(summary, args.job)
     if stopped_by is not None:
         print(f"stopped by {stopped_by.name}")
     return 0 if stopped_by is None else 128 + stopped_by
@@ -191,7 +191,7 @@ async def _run(
                 loop.remove_signal_handler(number)
 
 
-def _print_summary(summary: TrainingSummary) -> None:
+def _print_summary(summary: TrainingSummary, job_file: Path) -> None:
     speed = f"{summary.tokens_per_second:,.0f} tokens/s, " if summary.tokens_per_second else ""
     print(
         f"{summary.name}: {summary.steps} steps in {summary.seconds:.1f} s, {speed}"
@@ -212,3 +212,9 @@ def _print_summary(summary: TrainingSummary) -> None:
     ):
         if value is not None:
             print(text.format(value))
+    if summary.snapshot is not None:
+        again = f"asyncpipe train {job_file} --resume {summary.snapshot.parent}"
+        print("next:")
+        if summary.sample is not None:
+            print(f"  {again}    # generates from it again")
+        print(f"  {again} --steps {2 * summary.steps}    # trains it longer")

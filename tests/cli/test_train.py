@@ -108,6 +108,9 @@ def test_snapshots_are_taken_and_the_last_one_is_told(job, capsys):
     job.write_text(TINY + '[snapshots]\nfolder = "elsewhere"\nevery = 2\nkeep = 1\n', encoding="utf-8")
     lines = train(job, capsys, "--set", "snapshots.folder=runs/s", "--no-progress")
     assert f"snapshot: {Path('runs/s/step-5')}" in lines
+    *_, generates, longer = lines
+    assert f"asyncpipe train {job} --resume runs/s" in generates
+    assert "--steps 10" in longer
     assert [path.name for path in Path("runs/s").iterdir()] == ["step-5"]
     assert not Path("elsewhere").exists()
     assert cli.main(["train", str(job), "--set", "snapshots.folder=runs/s"]) == 2
