@@ -50,6 +50,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("out",),
     ),
     "saving": ("steps while a save is written in the background, against steps without", ()),
+    "service": (
+        "a service with 10,000 jobs queued, 200 running and 200,000 ended: submissions, lists, start, memory",
+        (),
+    ),
     "shards": ("bytes of the states of an optimizer in shards, by replica", ()),
     "task_cost": (
         "processor time of F, B and C beyond torch, on a CPU and on emulated streams, and of its parts",
