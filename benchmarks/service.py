@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import multiprocessing
 import random
-import resource
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -91,7 +93,7 @@ def fill(folder: Path, ended: int, queued: int, running: int) -> None:
             names = ", ".join(row)
             db.execute(f"INSERT INTO jobs ({names}) VALUES ({', '.join('?' * len(row))})", (*row.values(),))  # noqa: S608
             path = [None, JobState.QUEUED, JobState.RUNNING, state][: 2 if state is JobState.QUEUED else 4]
-            moves = list(zip(path, path[1:], strict=False))[: 2 if state is JobState.RUNNING else 3]
+            moves = list(pairwise(path))[: 2 if state is JobState.RUNNING else 3]
             events = [
                 (number, at + 20 * index, "state", json.dumps({"from": before, "to": after, "cause": "as it was"}))
                 for index, (before, after) in enumerate(moves)
@@ -122,17 +124,15 @@ class _StandIn:
                 step += 1
                 self._progress.stepped(StepProgress(step, 10**6, 1.5, 0.1, 1.0, 0.25, 4, 4, 16.0, 1.0, report))
                 stopped.clear()
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(1.0):
                         await stopped.wait()
-                except TimeoutError:
-                    pass
         finally:
             unwatch()
         return TrainingSummary(self._job.name, step, True, 0.0, 0.0, 0.0, 0.0, snapshot=None)
 
 
-def _workload(**_: Any) -> Workload:
+def _workload(width: int, layers: int, dataset: dict[str, str]) -> Workload:
     return Workload(nn.Sequential(nn.Linear(2, 2)), nn.functional.mse_loss, lambda *_: [])
 
 
@@ -153,6 +153,7 @@ def _serve(folder: Path, running: int, told: Any) -> None:
                 told.send((url, metrics.port, time.monotonic() - began))
                 await asyncio.to_thread(told.recv)
 
+    logging.disable()
     asyncio.run(serve())
 
 
@@ -238,10 +239,13 @@ def _measured(progress: Progress, url: str, metrics: int, pid: int) -> Iterator[
 
         while get("/v1/counts")["states"]["running"] < 200:
             time.sleep(0.2)
-        yield {"what": "memory, MB, now and most, after the start", **dict(zip(("p50", "most"), held(pid), strict=True))}
+        yield {
+            "what": "memory, MB, now and most, after the start",
+            **dict(zip(("p50", "most"), held(pid), strict=True)),
+        }
         progress("lists")
         for what, query in LISTS.items():
-            yield {"what": f"list, {what}", **timed(lambda query=query: get("/v1/jobs", **query), 10)}
+            yield {"what": f"list, {what}", **timed(partial(get, "/v1/jobs", **query), 10)}
         deep = get("/v1/jobs", limit=1000, order="oldest")["jobs"]
         for _ in range(100):
             deep = get("/v1/jobs", limit=1000, order="oldest", after=deep[-1]["id"])["jobs"]
@@ -275,7 +279,7 @@ def _together(url: str, clients: int) -> dict[str, float]:
             return times
 
     with ThreadPoolExecutor(clients) as pool:
-        times = sorted(sum(pool.map(submit, range(0, 1000 * clients, 1000)), []))
+        times = sorted(chain.from_iterable(pool.map(submit, range(0, 1000 * clients, 1000))))
     return {"p50": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))], "most": times[-1]}
 
 
@@ -330,5 +334,7 @@ def _commits(folder: Path) -> Iterator[dict[str, Any]]:
         yield {"clients": clients, "submissions a second": added, "commits a second": commits}
 
 
-show = markdown(rows="Times in ms, if nothing else is said", commits="Transactions of one store, by clients that submit at once")
+show = markdown(
+    rows="Times in ms, if nothing else is said", commits="Transactions of one store, by clients that submit at once"
+)
 """Two tables."""

@@ -266,6 +266,8 @@ def _add(commands: Subparsers, name: str, text: str | None, declare: Declare, co
     parser = add_command(commands, name, text, allow_abbrev=False)
     parser.add_argument("--url", metavar="URL", help=f"the service's address (default: ASYNCPIPE_URL or {DEFAULT_URL})")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the service's token, of mode 0600")
+    text = "who has signed the service's certificate (PEM; default: whom the system, or SSL_CERT_FILE, trusts)"
+    parser.add_argument("--authority", type=Path, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     declare(parser)
     parser.set_defaults(run=partial(_run, command))
@@ -277,7 +279,8 @@ def _run(command: Command, args: argparse.Namespace) -> int:
 
     watches = command in (watching.follow, watching.wait, download) or getattr(args, "follow", False)
     url = args.url or os.environ.get("ASYNCPIPE_URL") or DEFAULT_URL
-    status: int = command(JobClient(url, _token(args.token_file), retries=MANY if watches else FEW), args)
+    retries = MANY if watches else FEW
+    status: int = command(JobClient(url, _token(args.token_file), retries=retries, authority=args.authority), args)
     return status
 
 

@@ -9,8 +9,12 @@ accepts only addresses of this machine.
 
 On SIGTERM or SIGINT (Ctrl-C) the service takes no new jobs, every running job ends its step and takes a snapshot within
 --grace-seconds, and the service exits with 0. A supervisor should wait ten seconds longer before it kills the process.
-A second signal ends the process at once; its jobs then continue from their last snapshots at the next start. On SIGHUP
-it reads its settings again, and uses their entries and their token from then on; jobs that run go on.
+A second signal ends the process at once; its jobs then continue from their last snapshots at the next start.
+
+On SIGHUP, or when told so by `asyncpipe service reload`, it reads its settings again, and uses what they say of these
+keys from then on: RELOADED. A renewed certificate is read as well. Jobs that run go on.
+
+With --standby it waits while another service has the folder, and takes over within seconds when that one has ended.
 
 examples:
   asyncpipe serve --entries charlm:build --entry-path examples/charlm --devices cpu:0,cpu:1,cpu:2,cpu:3
@@ -38,7 +42,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -61,6 +65,8 @@ GRACE_OVER = 1
 SLACK_SECONDS = 5.0
 """After the grace period, for the store and the devices' threads to close."""
 MOST_FILES = 65_536
+LOOK_SECONDS = 0.5
+"""Between two looks of a standby whether the folder is free."""
 READER_SECONDS = 1.0
 """How long a last message waits for its reader."""
 
@@ -104,12 +110,11 @@ def parse_settings(arguments: Sequence[str]) -> tuple[ServiceSettings, argparse.
     try:
         from pydantic_settings import CliSettingsSource
 
-        from asyncpipe.service.settings.service_settings import SECRET, ServiceSettings
+        from asyncpipe.service.settings.service_settings import RELOADED, SECRET, ServiceSettings
     except ImportError as error:
         raise missing_package("a service needs pydantic-settings, FastAPI and uvicorn", "service") from error
-    parser = argparse.ArgumentParser(
-        "asyncpipe serve", usage="asyncpipe serve [OPTIONS]", allow_abbrev=False, **help_texts(__doc__)
-    )
+    texts = help_texts(__doc__.replace("RELOADED", ", ".join(RELOADED)))
+    parser = argparse.ArgumentParser("asyncpipe serve", usage="asyncpipe serve [OPTIONS]", allow_abbrev=False, **texts)
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="of stderr (default: info)")
     parser.add_argument("--log-format", choices=FORMATS, default="text", help="of stderr (default: text)")
     source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
@@ -152,11 +157,15 @@ def give_up() -> None:
 async def _run(arguments: Sequence[str], settings: ServiceSettings, deadline: threading.Timer) -> None:
     """Serve until a signal arrives; then start ``deadline`` and drain the jobs."""
     from asyncpipe.service.http import serve_api
-    from asyncpipe.service.training_service import TrainingService
+    from asyncpipe.service.who_serves import announced
 
     with _signals() as (first, hung_up):
         async with AsyncExitStack() as stack:
-            service = await stack.enter_async_context(TrainingService(settings))
+            service = await _opened(stack, settings, first)
+            if service is None:
+                _print_last(f"{first.result().name}: the standby ends")
+                return
+            note = stack.enter_context(announced(settings.folder))
             url = await stack.enter_async_context(serve_api(service, settings))
             _print(f"service: {url}")
             metrics = metrics_served(
@@ -172,8 +181,10 @@ async def _run(arguments: Sequence[str], settings: ServiceSettings, deadline: th
             where += "; each job in a process of its own" if settings.is_isolated else ""
             _print(f"entries: {', '.join(service.entries.names)}; devices: {', '.join(settings.devices)}{where}")
             status = service.status()
-            reloading = asyncio.create_task(_reload(service, arguments, hung_up), name="asyncpipe: SIGHUP")
+            reloading = asyncio.create_task(_reload(service, arguments, hung_up, note), name="asyncpipe: SIGHUP")
             stack.callback(reloading.cancel)
+            if settings.standby:  # It has read them long ago.
+                hung_up.set()
             _print(f"ready: {status.running} jobs run, {status.queued} wait")
             number = await first
             deadline.start()
@@ -184,17 +195,69 @@ async def _run(arguments: Sequence[str], settings: ServiceSettings, deadline: th
         _print_last("ended; jobs go on at the next start")
 
 
-async def _reload(service: TrainingService, arguments: Sequence[str], told: asyncio.Event) -> None:
-    """Read the settings again whenever ``told`` is set."""
+async def _opened(
+    stack: AsyncExitStack, settings: ServiceSettings, first: asyncio.Future[signal.Signals]
+) -> TrainingService | None:
+    """The service, open until ``stack`` closes; of a standby ``None`` if a signal came while it waited."""
+    from asyncpipe.service.store.database import StoreError, StoreProblem
+    from asyncpipe.service.submission.entries import Entries
+    from asyncpipe.service.training_service import TrainingService
+
+    entries = await asyncio.to_thread(Entries.load, settings) if settings.standby else None
+    while True:
+        service = TrainingService(settings, entries=entries)
+        if settings.standby and not await _has_waited(service, first):
+            return None
+        try:
+            return await stack.enter_async_context(service)
+        except StoreError as error:
+            if not settings.standby or error.problem is not StoreProblem.LOCKED:  # Another standby was faster.
+                raise
+
+
+async def _has_waited(service: TrainingService, first: asyncio.Future[signal.Signals]) -> bool:
+    """Wait until no other process has the folder of ``service``; false if a signal came before.
+
+    Meanwhile probes are answered, unless the port is one of this machine that the other service has.
+    """
+    from asyncpipe.service.http import serve_api
+    from asyncpipe.service.store.database import STORE, is_in_use
+    from asyncpipe.service.who_serves import server_of
+
+    settings, url, refusals = service.settings, "", logging.getLogger("asyncpipe.audit.refused")
+    async with AsyncExitStack() as stack:
+        refusals.disabled = True  # Their file is the other one's.
+        stack.callback(setattr, refusals, "disabled", False)
+        while await asyncio.to_thread(is_in_use, settings.folder / STORE):
+            other = server_of(settings.folder) or "another process"
+            service.wait_for(f"the folder {settings.folder}, which {other} has")
+            if not url:
+                url = "no probes"
+                with suppress(OptionError):
+                    url = await stack.enter_async_context(serve_api(service, settings))
+                _print(f"standby: {url}; {service.status().reason}")
+            await asyncio.wait([first], timeout=LOOK_SECONDS)
+            if first.done():
+                return False
+    return True
+
+
+async def _reload(
+    service: TrainingService, arguments: Sequence[str], told: asyncio.Event, note: Callable[[str, bool], None]
+) -> None:
+    """Read the settings again whenever ``told`` is set, and ``note`` what came of it."""
     while await told.wait():
         told.clear()
         try:
             settings, _ = await asyncio.to_thread(parse_settings, arguments)
-            await service.reload(settings)
+            left = await service.reload(settings)
         except Exception as error:  # noqa: BLE001 - whatever the new settings are, the service goes on
-            _logger.error("SIGHUP: the settings are wrong, and nothing has changed: %s", error)
+            said, is_wrong = f"the settings are wrong, and nothing has changed: {error}", True
         else:
-            _logger.info("SIGHUP: entries: %s; the token was read again", ", ".join(service.entries.names))
+            said, is_wrong = f"the settings were read again; entries: {', '.join(service.entries.names)}", False
+            said += f"; for a restart: {', '.join(left)}" if left else ""
+        _logger.log(logging.ERROR if is_wrong else logging.INFO, "%s", said)
+        note(said, is_wrong)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ examples:
   asyncpipe service backup /backups/monday.tar --folder runs/service --snapshots newest
   asyncpipe service restore /backups/monday.tar --folder runs/restored
   asyncpipe service retention --config service.toml
+  asyncpipe service reload --config service.toml
   asyncpipe service tokens create ci --role submit --config service.toml
 """
 
@@ -15,6 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from asyncpipe.cli import service_tokens
 from asyncpipe.cli.arguments import add_command
-from asyncpipe.errors import missing_package
+from asyncpipe.errors import OptionError, missing_package
 
 if TYPE_CHECKING:
     from asyncpipe.cli.arguments import Subparsers
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+RELOAD_SECONDS = 60.0
+"""For a service to import its entries and to say what came of its settings."""
 INCOMPLETE = 1
 """Exit status of a backup of a folder in which something was damaged or missing."""
 
@@ -41,8 +47,8 @@ def add_parser(subparsers: Subparsers) -> None:
     commands = add_command(subparsers, "service", __doc__).add_subparsers(
         title="commands", metavar="COMMAND", required=True
     )
-    backup, restore, retention = (
-        add_command(commands, run.__name__.lstrip("_"), run.__doc__) for run in (_backup, _restore, _retention)
+    backup, restore, retention, reload = (
+        add_command(commands, run.__name__.lstrip("_"), run.__doc__) for run in (_backup, _restore, _retention, _reload)
     )
     backup.add_argument("file", metavar="FILE", type=Path, help="the backup, a tar archive; must not be there yet")
     kinds = ("all", "newest", "none")
@@ -52,7 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
     retention.add_argument("--dry-run", action="store_true", help="only show; this command does nothing else")
     retention.add_argument("--json", action="store_true", help="print JSON, for programs")
     tokens = service_tokens.add_parser(commands)
-    for parser, run in ((backup, _backup), (restore, _restore), (retention, _retention), *tokens):
+    for parser, run in ((backup, _backup), (restore, _restore), (retention, _retention), (reload, _reload), *tokens):
         parser.add_argument("--folder", type=Path, metavar="FOLDER", help="the folder of the service")
         text = "the settings of the service, which name it"
         parser.add_argument("--config", type=Path, metavar="FILE.toml", help=text)
@@ -132,3 +138,31 @@ def _retention(args: argparse.Namespace, settings: FolderSettings) -> int:
     jobs, snapshots = (sum(each.what == what for each in found) for what in ("job", "snapshots"))
     print(f"would delete {jobs} jobs, and the snapshots of {snapshots} others")
     return 0
+
+
+def _reload(args: argparse.Namespace, settings: FolderSettings) -> int:
+    """Have the service read its settings again.
+
+    Have the service that runs with this folder read its settings again, as SIGHUP does, and print what came of it: the
+    entries that it has, and the keys that differ and are used from its next start on. It reads the file, arguments and
+    environment that it was started with. Jobs that run go on.
+
+    Exits with 1 if the settings are wrong, and says why; nothing has changed then.
+    """
+    from asyncpipe.service.who_serves import server_of
+
+    before = now = server_of(settings.folder)
+    if before is None:
+        raise OptionError(f"no asyncpipe serve runs with the folder {settings.folder}: start one, or name another")
+    if before.host != socket.gethostname():
+        raise OptionError(f"{before} serves the folder {settings.folder}: use this command on {before.host}")
+    os.kill(before.pid, signal.SIGHUP)
+    until = time.monotonic() + RELOAD_SECONDS
+    while now == before and time.monotonic() < until:
+        time.sleep(0.05)
+        now = server_of(settings.folder)
+    if now is None or now == before or now.pid != before.pid:
+        what = "has not said anything" if now == before else "has ended"
+        raise OptionError(f"{before} {what} after it was told to read its settings again; its log may say why")
+    print(now.said)
+    return int(now.is_wrong)

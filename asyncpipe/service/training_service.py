@@ -17,7 +17,7 @@ of a request that changes a job; the request is carried out nevertheless.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +86,8 @@ class TrainingService(JobReading):
         self.collector.is_ready = lambda: self.status().ready
         self.tokens = KnownTokens(settings.folder, settings.token)
         """Who may use the service over HTTP."""
+        self.reloading: list[Callable[[], Callable[[], object]]] = []
+        """What ``reload`` calls as well: each reads something, or raises, and returns what makes use of it."""
         self._manager: Manager | None = None
         self.loop = ServiceLoop()
         """Where everything happens."""
@@ -108,6 +110,10 @@ class TrainingService(JobReading):
         if self._entries is None:
             raise ServiceDrainingError(f"the service {self._not_open}")
         return self._entries
+
+    def wait_for(self, what: str) -> None:
+        """Say that it opens when ``what`` is over."""
+        self._not_open = f"waits for {what}"
 
     # Opening and closing
 
@@ -161,16 +167,23 @@ class TrainingService(JobReading):
         finally:
             self.loop.beat_no_more()
 
-    async def reload(self, settings: ServiceSettings) -> None:
-        """Use the entries and the token of ``settings`` from now on, and nothing else of them; jobs that run go on.
+    async def reload(self, settings: ServiceSettings) -> list[str]:
+        """Use ``settings`` from now on, as far as a service can that runs; the keys that differ and need a restart.
 
-        Modules that were imported before stay as they are. Raises ``SettingsError``, and nothing has changed then.
+        Jobs that run go on; modules that were imported before stay as they are. Raises ``SettingsError``, and nothing
+        has changed then.
         """
         if settings.token is None and self.settings.token is not None:
             raise SettingsError("token: missing; a service that asks for a token asks for one until it ends")
         own = self.settings.model_copy(update={"entries": settings.entries})
-        self.manager.entries = self._entries = await in_thread(lambda: Entries.load(own))
+        entries, uses = await in_thread(lambda: (Entries.load(own), [read() for read in self.reloading]))
+        self.manager.entries = self._entries = entries
         self.tokens.use(settings.token)
+        for use in uses:
+            use()
+        left = self.settings.take(settings)
+        await self.loop.hop(self.manager.look_again())
+        return left
 
     def take_no_more(self, cause: str) -> None:
         """Take no more jobs from now on, without waiting for anything. From any thread."""

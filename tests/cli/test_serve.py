@@ -177,13 +177,13 @@ def test_a_hangup_reads_entries_and_the_token_again(folder):
             before.submit(GATED | {"entry": "again:build"})
         (folder / "service.toml").write_text("port = 'x'", encoding="utf-8")
         served.process.send_signal(signal.SIGHUP)
-        said("SIGHUP: the settings are wrong, and nothing has changed: ")
+        said("the settings are wrong, and nothing has changed: ")
         assert list(before.list()) == []
         (folder / "code" / "again.py").write_text(SLOW, encoding="utf-8")
         (folder / "service.toml").write_text(settings + '[entries."again:build"]\n', encoding="utf-8")
         token(TOKEN[::-1])
         served.process.send_signal(signal.SIGHUP)
-        said("SIGHUP: entries: again:build, charlm:build, slow:build; the token was read again")
+        said("the settings were read again; entries: again:build, charlm:build, slow:build")
         with pytest.raises(ApiError, match=r"Unauthorized \(401\)"):
             list(before.list())
         os.mkfifo(folder / "gate")

@@ -55,9 +55,13 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
         timeout: float = 30.0,
         retries: int = 5,
         sleep: Callable[[float], Any] | None = None,
+        authority: str | Path | None = None,
     ) -> None:
-        """``sleep`` is called in the place of the client's own."""
-        self._asking = Asking(self._wire(url, sleep), url, token, timeout, retries)
+        """``sleep`` is called in the place of the client's own.
+
+        ``authority`` is the file (PEM) of who has signed the service's certificate, where the system does not trust it.
+        """
+        self._asking = Asking(self._wire(url, sleep, authority), url, token, timeout, retries)
 
     @property
     def url(self) -> str:
@@ -69,7 +73,7 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
 
     @staticmethod
     @abstractmethod
-    def _wire(url: str, sleep: Callable[[float], Any] | None) -> Wire:
+    def _wire(url: str, sleep: Callable[[float], Any] | None, authority: str | Path | None) -> Wire:
         """What the client sends and waits with."""
 
     @abstractmethod

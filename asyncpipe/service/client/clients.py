@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from asyncpipe.errors import OptionError
 from asyncpipe.runtime.thread_calls import wait_to_end
 from asyncpipe.service.client.calls import JobCalls
 from asyncpipe.service.client.events import ServerEvent
@@ -44,8 +45,8 @@ class JobClient(JobCalls[_Row, tuple[Any, ...], Iterator[_Row], Iterator[ServerE
     """
 
     @staticmethod
-    def _wire(url: str, sleep: Callable[[float], Any] | None) -> _BlockingWire:
-        return _BlockingWire(url, sleep or time.sleep)
+    def _wire(url: str, sleep: Callable[[float], Any] | None, authority: str | Path | None) -> _BlockingWire:
+        return _BlockingWire(url, sleep or time.sleep, authority)
 
     def _one(self, call: Coroutine[Any, Any, _T]) -> _T:
         return _run(call)
@@ -76,8 +77,8 @@ class AsyncJobClient(
     """
 
     @staticmethod
-    def _wire(url: str, sleep: Callable[[float], Any] | None) -> _AsyncWire:
-        return _AsyncWire(url, sleep or asyncio.sleep)
+    def _wire(url: str, sleep: Callable[[float], Any] | None, authority: str | Path | None) -> _AsyncWire:
+        return _AsyncWire(url, sleep or asyncio.sleep, authority)
 
     def _one(self, call: Coroutine[Any, Any, _T]) -> Coroutine[Any, Any, _T]:
         return call
@@ -93,8 +94,8 @@ class AsyncJobClient(
 class _BlockingWire:
     """Coroutines over this one never wait: they block."""
 
-    def __init__(self, url: str, sleep: Callable[[float], object]) -> None:
-        self._tls = _certificates(url)
+    def __init__(self, url: str, sleep: Callable[[float], object], authority: str | Path | None) -> None:
+        self._tls = _certificates(url, authority)
         self._sleep = sleep
 
     @asynccontextmanager
@@ -113,8 +114,8 @@ class _BlockingWire:
 
 
 class _AsyncWire:
-    def __init__(self, url: str, sleep: Callable[[float], Awaitable[object]]) -> None:
-        self._tls = _certificates(url)
+    def __init__(self, url: str, sleep: Callable[[float], Awaitable[object]], authority: str | Path | None) -> None:
+        self._tls = _certificates(url, authority)
         self._sleep = sleep
 
     @asynccontextmanager
@@ -148,6 +149,11 @@ async def _each(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def _certificates(url: str) -> ssl.SSLContext | bool:
-    """The certificates that the system trusts; without TLS, none are loaded."""
-    return ssl.create_default_context() if url.startswith("https") else False
+def _certificates(url: str, authority: str | Path | None) -> ssl.SSLContext | bool:
+    """The certificates that ``authority`` signs, or else the system trusts; without TLS, none are loaded."""
+    if not url.startswith("https"):
+        return False
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except OSError as error:
+        raise OptionError(f"authority: {authority} cannot be used: {error}") from error

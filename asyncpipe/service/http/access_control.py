@@ -55,7 +55,7 @@ class AccessControl:
         Requests of the paths ``probes`` need no token.
         """
         self._app = app
-        self._hosts = frozenset(host.lower().strip("[]") for host in settings.hosts)
+        self._settings = settings
         self._proxied = ProxiedUsers(settings)
         self._tokens = tokens
         self._probes = frozenset(probes)
@@ -86,7 +86,8 @@ class AccessControl:
 
     def _check(self, request: Request) -> None:
         """Note who sends ``request``. Raises a ``Problem`` unless it may be answered."""
-        if not own_host(request, self._hosts):
+        hosts = frozenset(host.lower().strip("[]") for host in self._settings.hosts)
+        if not own_host(request, hosts):
             raise Problem(421, "foreign-host", "this server does not have that name; use its address")
         if request.scope["path"].removeprefix(request.scope.get("root_path", "")) in self._probes:
             return
@@ -104,7 +105,7 @@ class AccessControl:
                 detail = "send a token: 'Authorization: Bearer TOKEN', or as the password of any user"
                 raise Problem(401, "unauthorized", detail, headers=CHALLENGES)
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "").lower()
-        foreign = origin is not None and not is_own_page(origin, request.headers.get("Host", ""), self._hosts)
+        foreign = origin is not None and not is_own_page(origin, request.headers.get("Host", ""), hosts)
         if foreign or (request.method not in READING and site not in OWN):
             raise Problem(403, "foreign-page", "pages of other servers are refused")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +26,7 @@ from asyncpipe.service.http.problems import RESPONSES, answer
 from asyncpipe.service.http.proxied_users import NotesPeer
 from asyncpipe.service.http.routes import PROBES, ROUTERS
 from asyncpipe.service.http.routes.common import changes_need
-from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = ["make_api", "serve_api"]
@@ -78,8 +81,36 @@ async def serve_api(service: TrainingService, settings: ServiceSettings) -> Asyn
     elif settings.user_header is None and not is_loopback(settings.address):
         rule = "needs a token: give one, or listen on 127.0.0.1"
         raise OptionError(f"address {settings.address}, which others can reach, {rule}")
-    app = make_api(service, settings)
+    app, scheme = make_api(service, settings), "http" if settings.certificate is None else "https"
     app.add_middleware(NotesPeer, proxies=settings.trusted_proxies)
-    limit = settings.max_connections
-    async with served(app, settings.address, settings.port, "the API", limit_concurrency=limit) as port:
-        yield f"http://{shown_address(settings.address)}:{port}/"
+    options = {"limit_concurrency": settings.max_connections, **_tls(service, settings)}
+    async with served(app, settings.address, settings.port, "the API", **options) as port:
+        yield f"{scheme}://{shown_address(settings.address)}:{port}/"
+
+
+def _tls(service: TrainingService, settings: ServiceSettings) -> dict[str, Any]:
+    """uvicorn's option for the certificate of ``settings``, if there is one; ``service.reload`` reads it again.
+
+    A renewed one is that of new connections: at each handshake OpenSSL asks which context has it.
+    """
+    certificate, key = settings.certificate, settings.key
+    if certificate is None:
+        return {}
+
+    def read() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(certificate, key, password="")  # Nobody is there who could type one.
+        except OSError as error:
+            raise SettingsError(f"certificate: {certificate} and its key cannot be used: {error}") from error
+        return context
+
+    def read_again() -> Callable[[], object]:
+        found = read()
+        return lambda: newest.append(found)
+
+    first = read()
+    newest = deque([first], maxlen=1)
+    first.sni_callback = lambda connection, *_: setattr(connection, "context", newest[0])
+    service.reloading.append(read_again)
+    return {"ssl_context_factory": lambda *_: first}

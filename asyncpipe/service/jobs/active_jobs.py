@@ -69,7 +69,7 @@ class ActiveJobs:
         """What jobs are to become, and why, that the store could not record; a kill forgets it."""
         self._logs = logs
         self._metrics = metrics
-        self._most_queued = most_queued
+        self.most_queued = most_queued
         self._is_suspect = is_suspect
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -160,7 +160,7 @@ class ActiveJobs:
         self, document: Mapping[str, Any], idempotency_key: str | None, **more: Any
     ) -> tuple[JobRecord, bool]:
         """The job, and whether it is new. ``more`` and errors as of ``JobStore.add``."""
-        record, new = await self.store.add(document, idempotency_key, most_queued=self._most_queued, **more)
+        record, new = await self.store.add(document, idempotency_key, most_queued=self.most_queued, **more)
         if new:
             self.follow(None, record)
         return record, new
@@ -216,7 +216,7 @@ class ActiveJobs:
             record = await self.store.get(job)
             if record.state in FINAL_STATES:  # Which is more than to resume: `retry`.
                 raise JobStateError(job, record.state, "be resumed, as it has ended")
-            return await self.become(record, JobState.QUEUED, cause, self._most_queued)
+            return await self.become(record, JobState.QUEUED, cause, self.most_queued)
 
     async def amend(self, job: str, **changes: Any) -> JobRecord:
         """The job with another class, weight or other tags, which ``check_amendment`` has checked.

@@ -41,7 +41,7 @@ class EndedJobs:
         """``folder`` has a folder for each job."""
         self._active = active
         self._folder = folder
-        self._most_queued = most_queued
+        self.most_queued = most_queued
 
     async def retry(
         self, job: str, cause: str, from_step: int | None = None, document: Mapping[str, Any] | None = None
@@ -55,7 +55,7 @@ class EndedJobs:
         async with self._active.turn(job):
             before = await store.get(job)
             await self._check_step(before, from_step)
-            after = await store.retry(job, cause, from_step, document, most_queued=self._most_queued)
+            after = await store.retry(job, cause, from_step, document, most_queued=self.most_queued)
             self._active.follow(before.state, after)
             return after
 
@@ -77,7 +77,7 @@ class EndedJobs:
 
         try:
             step = await in_thread(make)
-            record = await store.fork(new, document, job, step, most_queued=self._most_queued, **more)
+            record = await store.fork(new, document, job, step, most_queued=self.most_queued, **more)
         except BaseException:
             await in_thread(lambda: shutil.rmtree(copy, ignore_errors=True))
             raise

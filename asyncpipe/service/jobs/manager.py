@@ -163,6 +163,11 @@ class Manager:
             _logger.warning("job %s did not stop within the grace period and is cancelled", run.record.id)
             run.cancel()
 
+    async def look_again(self) -> None:
+        """Act on settings that have changed."""
+        self.jobs.most_queued = self.ended.most_queued = self.settings.max_queued
+        self.jobs.changed.set()
+
     # From any thread
 
     def take_no_more(self, cause: str) -> None:

@@ -80,7 +80,7 @@ class Retainer:
     """An async context manager of the service's loop, inside which the rules are applied again and again."""
 
     def __init__(self, settings: ServiceSettings, manager: Manager, clock: Callable[[], float] = time.time) -> None:
-        self._rules = settings.retention
+        self._settings = settings
         self._folder = settings.folder
         self._manager = manager
         self._clock = clock
@@ -97,7 +97,9 @@ class Retainer:
         await asyncio.wait([self._task])
 
     async def _go_on(self) -> None:
-        pause = min(self._rules.every_seconds, FIRST_SECONDS)  # Whoever starts a service has more urgent things to do.
+        pause = min(
+            self._settings.retention.every_seconds, FIRST_SECONDS
+        )  # Whoever starts a service has more urgent things to do.
         while not await set_within(self._closing, pause):
             try:
                 await self.apply()
@@ -105,14 +107,14 @@ class Retainer:
                 _logger.error("the rules of retention could not be applied: %s", error)
             except Exception:
                 _logger.exception("the rules of retention could not be applied; this is a bug in asyncpipe")
-            pause = self._rules.every_seconds
+            pause = self._settings.retention.every_seconds
 
     async def apply(self) -> Sequence[Removal]:
         """Remove what is not kept; what was removed."""
         jobs = await self._manager.jobs.store.every()
         there, now = with_snapshots(self._folder), self._clock()
         removed = []
-        for removal in await in_thread(lambda: removals(jobs, self._rules, now, there)):
+        for removal in await in_thread(lambda: removals(jobs, self._settings.retention, now, there)):
             if self._closing.is_set():
                 break
             if await self._remove(removal):

@@ -59,10 +59,21 @@ from asyncpipe.service.settings.token_file import read_token
 from asyncpipe.train.job_file import RayTable
 from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
 
-__all__ = ["EntrySettings", "FolderSettings", "ServiceSettings", "SettingsError"]
+__all__ = ["RELOADED", "EntrySettings", "FolderSettings", "ServiceSettings", "SettingsError"]
 
 PREFIX = "ASYNCPIPE_"
 SECRET = ("token", "mlflow")
+RELOADED = (
+    "entries",
+    "hosts",
+    "max_queued",
+    "max_running",
+    "memory_limit",
+    "retention",
+    "token",
+    "token_file",
+)
+"""Keys that a service that runs reads again; what has them read is in the fields, so nobody keeps a copy."""
 SIMILARITY = 0.9
 """How similar to a known variable an unknown one must be to count as a misspelling; others may be other programs'."""
 
@@ -145,6 +156,8 @@ class ServiceSettings(FolderSettings):
     workers: Literal["threads", "processes", "ray", "torchrun"] = "threads"
     """where devices are, here or on hosts; must be threads, processes, ray or torchrun"""
     ray: RayTable = RayTable()
+    standby: bool = False
+    """whether to wait for another service that has the folder, and take over when it ends; must be true or false"""
     lost_state: Literal["refuse", "quarantine"] = "refuse"
     """what is done if the store or the folders of jobs are gone; must be refuse or quarantine"""
     grace_seconds: types.Seconds = 30.0
@@ -158,6 +171,10 @@ class ServiceSettings(FolderSettings):
     """where the API listens, which others reach only if there is a token; must be an address"""
     port: types.PortNumber = 8080
     """where the API listens; must be a port from 0 (any free one) to 65535"""
+    certificate: Path | None = None
+    """the certificate (PEM) for the API over TLS; must be the path of a file"""
+    key: Path | None = None
+    """its key, unless the certificate's file has it; must be the path of a file"""
     hosts: types.HostNames = ()
     trusted_proxies: types.Networks = ()
     token: types.Token | None = None
@@ -227,6 +244,8 @@ class ServiceSettings(FolderSettings):
             raise ValueError("user_proxies: missing; user_header is believed from the addresses there alone")
         if {"0.0.0.0/0", "::/0"} & set(self.user_proxies):
             raise ValueError("user_proxies: that is everybody, who could be any user; list the proxies' addresses")
+        if self.key is not None and self.certificate is None:
+            raise ValueError("key: does nothing alone: give certificate as well")
         is_reached = self.metrics_port is not None and not is_loopback(self.metrics_address)
         if is_reached and self.metrics_access == "certificate" and self.metrics_client_authority is None:
             raise ValueError(
@@ -255,6 +274,12 @@ class ServiceSettings(FolderSettings):
         if self.isolation is not None:
             return self.isolation == "process"
         return self.workers == "threads" and os.name == "posix" and (not self.share_devices or self.max_running == 1)
+
+    def take(self, new: ServiceSettings) -> list[str]:
+        """Have what ``new`` says of the keys in ``RELOADED``; the other keys that differ, which need a restart."""
+        for name in RELOADED:
+            object.__setattr__(self, name, getattr(new, name))
+        return [name for name in type(self).model_fields if getattr(self, name) != getattr(new, name)]
 
     def check_devices(self) -> None:
         """Raise ``SettingsError`` unless this machine has all ``devices``. Imports torch."""

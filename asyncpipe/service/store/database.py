@@ -23,7 +23,7 @@ from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.store.schema import APPLICATION_ID, SCHEMA, UPGRADES, VERSION
 from asyncpipe.whole_folder import sync_folder
 
-__all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "open_beside", "open_database"]
+__all__ = ["STORE", "StoreError", "StoreProblem", "check_store", "explain", "is_in_use", "open_beside", "open_database"]
 
 
 STORE = "jobs.sqlite3"
@@ -144,6 +144,18 @@ def open_beside(path: Path, busy_seconds: float = 5.0, *, is_older: bool = False
             yield connection
     except sqlite3.Error as error:
         raise explain(path, error) from error
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a process has opened the store at ``path`` as its own; not to be called in that one. Blocks briefly."""
+    if _lock_of(path).exists():
+        try:
+            _locked(path, 0.0).close()
+        except sqlite3.Error as error:
+            if (found := explain(path, error)).problem is not StoreProblem.LOCKED:
+                raise found from error
+            return True
+    return False
 
 
 def check_store(path: Path) -> None:

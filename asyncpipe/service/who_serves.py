@@ -1,0 +1,66 @@
+"""Which ``asyncpipe serve`` has a folder: the file ``serve.json`` in it, which that process holds locked while it runs.
+
+The lock of the store would not do: an application that embeds a service has that one as well, and SIGHUP would end it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Server", "announced", "server_of"]
+
+FILE = "serve.json"
+ROOM = 4000
+"""Bytes of the file, which is written at once."""
+
+
+class Server(NamedTuple):
+    """A process, and what came of reading its settings again."""
+
+    host: str
+    pid: int
+    reads: int = 0
+    """How often it has read them again."""
+    said: str = ""
+    """What came of the last time."""
+    is_wrong: bool = False
+    """Whether the settings were wrong then."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@contextmanager
+def announced(folder: Path) -> Iterator[Callable[[str, bool], None]]:
+    """Say during the block that this process serves ``folder``. The function notes ``said`` and ``is_wrong``."""
+    server = Server(socket.gethostname(), os.getpid(), reads=-1)
+    file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def note(said: str, is_wrong: bool) -> None:
+        nonlocal server
+        server = server._replace(reads=server.reads + 1, said=said[: ROOM // 4], is_wrong=is_wrong)
+        os.pwrite(file, json.dumps(server._asdict()).ljust(ROOM).encode(), 0)
+
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        note("", False)
+        yield note
+    finally:
+        os.close(file)
+
+
+def server_of(folder: Path) -> Server | None:
+    """The process that serves ``folder`` now, if there is one; not to be called in that process."""
+    with suppress(FileNotFoundError), (folder / FILE).open("r+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return Server(**json.load(file))
+    return None
