@@ -14,14 +14,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Server", "announced", "server_of"]
+__all__ = ["ServeProcess", "announced", "server_of"]
 
 FILE = "serve.json"
 ROOM = 4000
 """Bytes of the file, which is written at once."""
 
 
-class Server(NamedTuple):
+class ServeProcess(NamedTuple):
     """A process, and what came of reading its settings again."""
 
     host: str
@@ -40,7 +40,7 @@ class Server(NamedTuple):
 @contextmanager
 def announced(folder: Path) -> Iterator[Callable[[str, bool], None]]:
     """Say during the block that this process serves ``folder``. The function notes ``said`` and ``is_wrong``."""
-    server = Server(socket.gethostname(), os.getpid(), reads=-1)
+    server = ServeProcess(socket.gethostname(), os.getpid(), reads=-1)
     file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o600)
 
     def note(said: str, is_wrong: bool) -> None:
@@ -56,11 +56,11 @@ def announced(folder: Path) -> Iterator[Callable[[str, bool], None]]:
         os.close(file)
 
 
-def server_of(folder: Path) -> Server | None:
+def server_of(folder: Path) -> ServeProcess | None:
     """The process that serves ``folder`` now, if there is one; not to be called in that process."""
     with suppress(FileNotFoundError), (folder / FILE).open("r+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return Server(**json.load(file))
+            return ServeProcess(**json.load(file))
     return None

@@ -100,7 +100,7 @@ def reload(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], tup
     def call() -> tuple[int, str]:
         status = cli.main(["service", "reload", "--config", "service.toml"])
         out, err = capsys.readouterr()
-        return status, out + err
+        return status, out or err
 
     return call
 
@@ -112,23 +112,22 @@ def test_the_page_for_operators_has_what_is_read_again():
 
 
 def test_a_reload_takes_over_what_it_can_and_says_the_rest(folder, reload):
-    assert reload() == (
-        2,
-        "asyncpipe: error: no asyncpipe serve runs with the folder state: start one, or name another\n",
-    )
+    status, said = reload()
+    assert status == 2
+    assert "no asyncpipe serve runs with the folder state: start one, or name another\n" in said
 
-    def status(served: Any) -> int:
+    def answer(served: Any) -> int:
         return httpx.get(f"{served.client().url}/v1/counts", headers={"Host": "train.example.org"}).status_code
 
     with serving(folder) as served:
         served.line("ready: ")
-        assert status(served) == 421
+        assert answer(served) == 421
         write(folder, 'hosts = ["train.example.org"]\nmax_body = 20000\nmax_running = 1\n')
         assert reload() == (
             0,
             "the settings were read again; entries: charlm:build, gated:build; for a restart: max_body\n",
         )
-        assert status(served) == 200
+        assert answer(served) == 200
         client = served.client()
         first = client.submit(JOB)["id"]
         served.line("in the gate")
@@ -138,7 +137,7 @@ def test_a_reload_takes_over_what_it_can_and_says_the_rest(folder, reload):
         code, said = reload()
         assert code == 1
         assert said.startswith("the settings are wrong, and nothing has changed: service.toml: max_running: ")
-        assert status(served) == 200
+        assert answer(served) == 200
         write(folder, "max_queued = 1\n")
         assert reload()[0] == 0
         poll("the second begins", lambda: client.show(second["id"])["state"] == "running")

@@ -24,6 +24,7 @@ from pathlib import Path
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState
 from asyncpipe.service.jobs.job_folder import job_folders, newest_step, set_aside_after, tidy_folders
+from asyncpipe.service.store.finding import JobHead
 from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.train.blocking_calls import in_thread
 
@@ -86,7 +87,7 @@ def _submitted(folder: Path) -> Iterator[str]:
                         yield table["job"]
 
 
-def _compare(known: Sequence[JobRecord], jobs: Path, *, refuse: bool) -> list[tuple[JobRecord, str]]:
+def _compare(known: Sequence[JobHead], jobs: Path, *, refuse: bool) -> list[tuple[JobHead, str]]:
     """The jobs to quarantine, and why. Blocks."""
     ids = {job.id for job in known}
     tidy_folders(jobs, ids)
@@ -108,7 +109,7 @@ def _compare(known: Sequence[JobRecord], jobs: Path, *, refuse: bool) -> list[tu
     if gone := [job.id for job in saved if job.state in FINAL_STATES and job.id not in folders]:
         _logger.error("the losses, logs and snapshots of %d jobs that have ended are gone: %s", len(gone), _names(gone))
     waiting = [job for job in saved if job.state not in FINAL_STATES]
-    return [(job, found) for job in waiting if (found := what_is_lost(jobs / job.id, job)) is not None]
+    return [(job, found) for job in waiting if (found := what_is_lost(jobs / job.id, job.snapshot)) is not None]
 
 
 def make_ready(folder: Path, record: JobRecord) -> tuple[str | None, str]:
@@ -118,19 +119,19 @@ def make_ready(folder: Path, record: JobRecord) -> tuple[str | None, str]:
     """
     if record.from_step is not None:
         set_aside_after(folder, record.from_step)
-    lost, newest, last = what_is_lost(folder, record), newest_step(folder), record.snapshot or ""
+    lost, newest, last = what_is_lost(folder, record.snapshot), newest_step(folder), record.snapshot or ""
     if lost is None and last.startswith("step-") and newest < int(last[5:]):
         return None, f"; its snapshot {last} is gone, so it goes on from step-{newest}"
     return lost, ""
 
 
-def what_is_lost(folder: Path, job: JobRecord) -> str | None:
-    """Why ``job`` cannot go on, since its snapshots in ``folder`` are gone; ``None`` if it can. Blocks."""
-    if job.snapshot is None or newest_step(folder):
+def what_is_lost(folder: Path, snapshot: str | None) -> str | None:
+    """Why the job in ``folder``, whose last was ``snapshot``, cannot go on; ``None`` if it can. Blocks."""
+    if snapshot is None or newest_step(folder):
         return None
     where = folder if not folder.is_dir() else folder / "snapshots"
     what = "has none" if where.is_dir() else "is gone"
-    return f"its snapshots are lost: the last was {job.snapshot}, and {where} {what}; it is not begun anew by itself"
+    return f"its snapshots are lost: the last was {snapshot}, and {where} {what}; it is not begun anew by itself"
 
 
 def _count(folders: Sequence[str] | set[str]) -> str:

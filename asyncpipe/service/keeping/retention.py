@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobStateError
+from asyncpipe.service.job_states import FINAL_STATES, JobStateError
 from asyncpipe.service.jobs.job_folder import SNAPSHOTS
 from asyncpipe.service.jobs.manager import Manager, set_within
 from asyncpipe.service.settings.retention_settings import RetentionRule, RetentionSettings
 from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.store.finding import JobHead
 from asyncpipe.service.store.job_store import UnknownJobError
 from asyncpipe.train.blocking_calls import in_thread
 
@@ -47,7 +48,7 @@ class Removal(NamedTuple):
 
 
 def removals(
-    jobs: Iterable[JobRecord], rules: RetentionSettings, now: float, have_snapshots: Callable[[str], bool]
+    jobs: Iterable[JobHead], rules: RetentionSettings, now: float, have_snapshots: Callable[[str], bool]
 ) -> list[Removal]:
     """What of ``jobs`` is not kept at the Unix time ``now``; nothing of a job that has not ended.
 
@@ -61,7 +62,7 @@ def removals(
     return found + [Removal(job.id, job.name, "snapshots", why) for job, why in _beyond(left, rules.snapshots, now)]
 
 
-def _beyond(newest_first: Sequence[JobRecord], rule: RetentionRule, now: float) -> Iterable[tuple[JobRecord, str]]:
+def _beyond(newest_first: Sequence[JobHead], rule: RetentionRule, now: float) -> Iterable[tuple[JobHead, str]]:
     """The jobs beyond the limits of ``rule``, and why."""
     for index, job in enumerate(newest_first):
         age = (now - job.updated) / DAY

@@ -11,7 +11,8 @@ import json
 import sqlite3
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from sys import intern
+from typing import Any, NamedTuple
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.access import Whose
@@ -20,6 +21,7 @@ from asyncpipe.service.store.store_errors import MOST_CANDIDATES, AmbiguousJobEr
 
 __all__ = [
     "JobFilter",
+    "JobHead",
     "conditions_of",
     "count_queued",
     "every_job",
@@ -150,9 +152,20 @@ def count_queued(db: sqlite3.Connection, whose: Whose) -> int:
     return int(db.execute(query, (JobState.QUEUED, *values)).fetchone()[0])
 
 
-def every_job(db: sqlite3.Connection) -> tuple[JobRecord, ...]:
-    """All jobs, oldest first."""
-    return tuple(map(_record, db.execute(f"{_SELECT} ORDER BY number").fetchall()))
+class JobHead(NamedTuple):
+    """What is looked at of all jobs at once: little enough for hundreds of thousands of them."""
+
+    id: str
+    name: str
+    state: JobState
+    updated: float
+    snapshot: str | None
+
+
+def every_job(db: sqlite3.Connection) -> list[JobHead]:
+    """The heads of all jobs, oldest first."""
+    rows = db.execute("SELECT id, name, state, updated, snapshot FROM jobs ORDER BY number")
+    return [JobHead(job, intern(name), JobState(state), *rest) for job, name, state, *rest in rows]
 
 
 def resolve_job(db: sqlite3.Connection, text: str, whose: Whose | None = None) -> str:

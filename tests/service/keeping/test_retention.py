@@ -6,17 +6,17 @@ import json
 
 import pytest
 from manager_helpers import Fakes, make_settings, opened, until
-from store_helpers import SPEC
 
 from asyncpipe import cli
-from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.job_states import JobState
 from asyncpipe.service.keeping.retention import Retainer, removals
 from asyncpipe.service.settings.retention_settings import RetentionSettings
+from asyncpipe.service.store.finding import JobHead
 
 NOW = 1e9
 DAY = 86400.0
-JOBS = [JobRecord(f"job-{age}", SPEC, JobState.FINISHED, "done", 0.0, NOW - age * DAY) for age in range(1, 6)]
-GOING_ON = JobRecord("job-9", SPEC, JobState.PAUSED, "asked for", 0.0, NOW - 9 * DAY)
+JOBS = [JobHead(f"job-{age}", "job", JobState.FINISHED, NOW - age * DAY, None) for age in range(1, 6)]
+GOING_ON = JobHead("job-9", "job", JobState.PAUSED, NOW - 9 * DAY, None)
 
 
 @pytest.mark.parametrize(
