@@ -11,6 +11,7 @@ continue. Nothing is registered globally.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,8 +32,8 @@ WAITING = [2.0**exponent for exponent in range(-4, 21)]
 """Bounds of the buckets of waiting times: from 1/16 s to 12 days."""
 MOST_FAILED = 32
 """How many jobs that failed or were quarantined are shown."""
-MOST_ENDED = 16
-"""How many jobs keep their metrics after their runs have ended."""
+MOST_ENDED, KEPT_SECONDS = 16, 45.0
+"""How many jobs keep their metrics after their runs have ended, and how long: three scrapes, at the usual interval."""
 ID_END = 6
 """Characters of a job's id that are appended to its name, where another job has the same name."""
 
@@ -40,7 +41,7 @@ ID_END = 6
 class ServiceMetrics(Collector):
     """A collector for a registry that counts the events of a service's jobs. Any thread may call any method."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_ready: Callable[[], bool] = lambda: False
         """Called at each scrape, like the next four."""
         self.commits: Callable[[], int] = lambda: 0
@@ -51,8 +52,10 @@ class ServiceMetrics(Collector):
         """What users have."""
         self._merged = MergedCollector()
         self._collectors: dict[str, PipelineCollector] = {}
-        """By job, in the order in which their runs ended."""
-        self._running: set[str] = set()
+        """By job."""
+        self._ended: dict[str, float] = {}
+        """When the last run of each job among them has ended that does not run, by ``_clock``; the oldest first."""
+        self._clock = clock
         self._jobs: Counter[str] = Counter(dict.fromkeys(JobState, 0))
         self._transitions: Counter[str] = Counter(dict.fromkeys(JobState, 0))
         self._retries: Counter[str] = Counter(step=0, snapshot=0)
@@ -125,26 +128,30 @@ class ServiceMetrics(Collector):
                 collector = PipelineCollector(name if name not in taken else _distinct(name, record.id, taken))
                 self._merged.add(collector)
             self._collectors[record.id] = collector
-            self._running.add(record.id)
+            self._ended.pop(record.id, None)
             return collector
 
     def ended(self, job: str) -> None:
-        """A run of ``job`` has ended; its metrics stay until ``MOST_ENDED`` other runs have ended."""
+        """A run of ``job`` has ended; its metrics stay for ``KEPT_SECONDS``, if not too many other runs end."""
         self.users.ended(job)
         with self._lock:
-            self._running.discard(job)
-            collector = self._collectors.pop(job, None)
-            if collector is None:
-                return
-            self._collectors[job] = collector
-            old = [other for other in self._collectors if other not in self._running][:-MOST_ENDED]
-            for other in old:
-                self._merged.remove(self._collectors.pop(other))
+            if job in self._collectors:
+                self._ended[job] = self._clock()
+                self._forget()
+
+    def _forget(self) -> None:
+        """Leave out what has been kept for long enough."""
+        late = sum(at <= self._clock() - KEPT_SECONDS for at in self._ended.values())
+        for job in list(self._ended)[: max(late, len(self._ended) - MOST_ENDED)]:
+            del self._ended[job]
+            self._merged.remove(self._collectors.pop(job))
 
     # Prometheus
 
     def collect(self) -> Iterator[Metric]:
         """All metric families of the service and of its jobs. Called by the thread that scrapes."""
+        with self._lock:
+            self._forget()
         yield from self._families()
         yield from self._merged.collect()
 
@@ -159,7 +166,7 @@ class ServiceMetrics(Collector):
             jobs, transitions, retries = dict(self._jobs), dict(self._transitions), dict(self._retries)
             waited, seconds, log_failures = list(self._waited), self._waited_seconds, self._log_failures
             failed = {(name, str(state)): at for name, state, at in self._failed.values()}
-            running = {each.job: job in self._running for job, each in self._collectors.items()}
+            running = {each.job: job not in self._ended for job, each in self._collectors.items()}
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         yield _family(gauge, "jobs", "Jobs by state.", jobs, "state")
         yield _family(gauge, "job_running", "1 while the job runs, 0 after its run.", running, "job")

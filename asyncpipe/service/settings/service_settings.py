@@ -64,15 +64,9 @@ __all__ = ["RELOADED", "EntrySettings", "FolderSettings", "ServiceSettings", "Se
 PREFIX = "ASYNCPIPE_"
 SECRET = ("token", "mlflow")
 RELOADED = (
-    "entries",
-    "hosts",
-    "max_queued",
-    "max_running",
-    "memory_limit",
-    "retention",
-    "token",
-    "token_file",
-)
+    "entries hosts max_queued max_running memory_limit operators others proxy_role quotas retention team_access token"
+    " token_file"
+).split()
 """Keys that a service that runs reads again; what has them read is in the fields, so nobody keeps a copy."""
 SIMILARITY = 0.9
 """How similar to a known variable an unknown one must be to count as a misspelling; others may be other programs'."""

@@ -103,6 +103,25 @@ def test_the_metrics_of_jobs_that_ended_long_ago_are_gone(monkeypatch):
     assert metrics.collector_of(record("3", "job 3")).job == "job 3"
 
 
+def test_the_metrics_of_a_job_are_gone_within_a_minute_after_its_run():
+    now = [1000.0]
+    metrics = ServiceMetrics(clock=lambda: now[0])
+    for job in ("runs", "early", "late", "again"):
+        metrics.collector_of(record(job, job))
+    metrics.ended("early")
+    again = metrics.collector_of(record("again", "again"))
+    metrics.ended("again")
+    now[0] += 30
+    metrics.ended("late")
+    assert metrics.collector_of(record("again", "again")) is again
+    assert labels(metrics) == {"runs", "early", "late", "again"}
+    now[0] += 15
+    assert labels(metrics) == {"runs", "late", "again"}
+    now[0] += 3600
+    assert labels(metrics) == {"runs", "again"}
+    assert set(samples(metrics, "job_running")) == {("", "runs"), ("", "again")}
+
+
 def test_a_registry_takes_it():
     registry = CollectorRegistry()
     registry.register(ServiceMetrics())
