@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -105,12 +105,7 @@ def _tls(service: TrainingService, settings: ServiceSettings) -> dict[str, Any]:
             raise SettingsError(f"certificate: {certificate} and its key cannot be used: {error}") from error
         return context
 
-    def read_again() -> Callable[[], object]:
-        found = read()
-        return lambda: newest.append(found)
-
-    first = read()
-    newest = deque([first], maxlen=1)
+    newest = [first := read()]
     first.sni_callback = lambda connection, *_: setattr(connection, "context", newest[0])
-    service.reloading.append(read_again)
+    service.reloading.append(lambda: partial(newest.__setitem__, 0, read()))
     return {"ssl_context_factory": lambda *_: first}
