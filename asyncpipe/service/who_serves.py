@@ -17,8 +17,8 @@ from typing import NamedTuple
 __all__ = ["ServeProcess", "announced", "server_of"]
 
 FILE = "serve.json"
-ROOM = 4000
-"""Bytes of the file, which is written at once."""
+ROOM = 8192
+"""Bytes of the file, which is written at once, so that nobody reads a half of it."""
 
 
 class ServeProcess(NamedTuple):
@@ -45,11 +45,11 @@ def announced(folder: Path) -> Iterator[Callable[[str, bool], None]]:
 
     def note(said: str, is_wrong: bool) -> None:
         nonlocal server
-        server = server._replace(reads=server.reads + 1, said=said[: ROOM // 4], is_wrong=is_wrong)
-        os.pwrite(file, json.dumps(server._asdict()).ljust(ROOM).encode(), 0)
+        server = server._replace(reads=server.reads + 1, said=said[: ROOM // 8], is_wrong=is_wrong)
+        os.pwrite(file, json.dumps(server._asdict(), ensure_ascii=False).ljust(ROOM).encode(errors="replace"), 0)
 
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX)  # Who has the store has this as well, but for those who look.
         note("", False)
         yield note
     finally:
@@ -58,7 +58,7 @@ def announced(folder: Path) -> Iterator[Callable[[str, bool], None]]:
 
 def server_of(folder: Path) -> ServeProcess | None:
     """The process that serves ``folder`` now, if there is one; not to be called in that process."""
-    with suppress(FileNotFoundError), (folder / FILE).open("r+", encoding="utf-8") as file:
+    with suppress(FileNotFoundError, ValueError), (folder / FILE).open("r+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
