@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,21 @@ def document(number: int) -> dict[str, Any]:
     }
 
 
+@cache
+def columns(number: int) -> dict[str, Any]:
+    """What the store has of ``document(number)``."""
+    made = document(number)
+    return {"name": made["name"], "tags": json.dumps(made["tags"]), "document": json.dumps(made)}
+
+
+@cache
+def moves(state: JobState) -> list[str]:
+    """The events by which a job came to ``state``."""
+    path = [None, JobState.QUEUED, JobState.RUNNING, state][: 2 if state is JobState.QUEUED else 4]
+    pairs = [(before, after) for before, after in pairwise(path) if before is not after]
+    return [json.dumps({"from": before, "to": after, "cause": "as it was"}) for before, after in pairs]
+
+
 def fill(folder: Path, ended: int, queued: int, running: int) -> None:
     """Write the store of ``folder``, and a folder for each job that has begun."""
     chance, begun = random.Random(1), time.time() - 90 * 86400  # noqa: S311
@@ -76,32 +91,25 @@ def fill(folder: Path, ended: int, queued: int, running: int) -> None:
         db.execute("BEGIN")
         for number, state in enumerate(states, 1):
             at = begun + number * 30.0
-            job, made = make_id(at), document(number)
+            job = make_id(at)
             row = {
                 "id": job,
-                "name": made["name"],
                 "entry": ENTRY,
                 "priority_class": "foreground",
-                "tags": json.dumps(made["tags"]),
                 "state": state,
                 "cause": "submitted" if state is JobState.QUEUED else "trained 1000 steps, the last loss was 1.5",
                 "submitted": at,
                 "updated": at + 60,
                 "attempts": int(state is not JobState.QUEUED),
-                "document": json.dumps(made),
+                **columns(number % 350),
             }
             names = ", ".join(row)
             db.execute(f"INSERT INTO jobs ({names}) VALUES ({', '.join('?' * len(row))})", (*row.values(),))  # noqa: S608
-            path = [None, JobState.QUEUED, JobState.RUNNING, state][: 2 if state is JobState.QUEUED else 4]
-            moves = list(pairwise(path))[: 2 if state is JobState.RUNNING else 3]
-            events = [
-                (number, at + 20 * index, "state", json.dumps({"from": before, "to": after, "cause": "as it was"}))
-                for index, (before, after) in enumerate(moves)
-            ]
+            events = [(number, at + 20 * index, "state", data) for index, data in enumerate(moves(state))]
             db.executemany("INSERT INTO events (job, at, kind, data) VALUES (?, ?, ?, ?)", events)
             if state is not JobState.QUEUED:
                 (folder / "jobs" / job).mkdir()
-                steps = [(number, step, 1.5, 3e-4, 0.1, 1024) for step in range(1, 11)]
+                steps = [(number, step, 1.5, 3e-4, 0.1, 1024) for step in range(1, 6)]
                 db.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?)", steps)
         db.execute("COMMIT")
 
