@@ -100,6 +100,7 @@ SECOND_SCHEMA = """
 DROP TABLE runs;
 DROP INDEX jobs_by_owner;
 DROP INDEX jobs_by_root;
+DROP INDEX jobs_searched;
 ALTER TABLE jobs DROP COLUMN owner;
 ALTER TABLE jobs DROP COLUMN teams;
 ALTER TABLE jobs DROP COLUMN placed;
