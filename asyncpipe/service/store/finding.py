@@ -24,6 +24,7 @@ __all__ = [
     "JobHead",
     "conditions_of",
     "count_queued",
+    "due_jobs",
     "every_job",
     "find_job",
     "is_text",
@@ -40,6 +41,7 @@ _COLUMNS = (
     "crashes", "failures", "forked_from", "from_step", "owner", "teams", "placed", "code", "root",
 )  # fmt: skip
 _SELECT = f"SELECT {', '.join(_COLUMNS)} FROM jobs"  # noqa: S608 - no input
+_GOING_ON = f"state IN ('{JobState.QUEUED}', '{JobState.RUNNING}', '{JobState.PAUSED}')"
 _SEARCHED = ("name", "entry", "id", "cause", "tags")
 
 
@@ -150,6 +152,15 @@ def count_queued(db: sqlite3.Connection, whose: Whose) -> int:
     clause, values = of_whose(whose)
     query = f"SELECT count(*) FROM jobs WHERE state = ? AND {clause}"  # noqa: S608 - no input
     return int(db.execute(query, (JobState.QUEUED, *values)).fetchone()[0])
+
+
+def due_jobs(db: sqlite3.Connection, at: float) -> tuple[tuple[str, ...], float | None]:
+    """The jobs that have not ended by their deadline, ``at`` this time; and when the next deadline is."""
+    # By that index, or SQLite would look at each job that waits.
+    every = f"FROM jobs INDEXED BY jobs_by_deadline WHERE {_GOING_ON} AND deadline"
+    due = db.execute(f"SELECT id {every} <= ? ORDER BY number", (at,)).fetchall()
+    (later,) = db.execute(f"SELECT min(deadline) {every} > ?", (at,)).fetchone()
+    return tuple(job for (job,) in due), later
 
 
 class JobHead(NamedTuple):

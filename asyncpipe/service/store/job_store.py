@@ -42,6 +42,7 @@ from asyncpipe.service.store.failures import FailureGroup, find_failures
 from asyncpipe.service.store.finding import (
     JobFilter,
     JobHead,
+    due_jobs,
     every_job,
     find_job,
     is_text,
@@ -91,7 +92,6 @@ ALL_JOBS = JobFilter()
 NOT_RESUMED = "the service was started so that nothing goes on by itself: resume the job"
 RECOVERED = "the service was restarted"
 
-_GOING_ON = f"state IN ('{JobState.QUEUED}', '{JobState.RUNNING}', '{JobState.PAUSED}')"
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 """Crockford's base 32: without letters that look like digits; sorted as text they are in the order of their values."""
 
@@ -446,16 +446,7 @@ class JobStore:
 
     async def due(self, at: float) -> tuple[tuple[str, ...], float | None]:
         """The jobs that have not ended by their deadline, ``at`` this time; and when the next deadline is."""
-
-        by_deadline = "jobs INDEXED BY jobs_by_deadline"  # SQLite would look at each job that waits.
-
-        def read(db: sqlite3.Connection) -> tuple[tuple[str, ...], float | None]:
-            due = db.execute(f"SELECT id FROM {by_deadline} WHERE deadline <= ? AND {_GOING_ON} ORDER BY number", (at,))  # noqa: S608
-            jobs = tuple(job for (job,) in due.fetchall())
-            later = db.execute(f"SELECT min(deadline) FROM {by_deadline} WHERE deadline > ? AND {_GOING_ON}", (at,))  # noqa: S608
-            return jobs, later.fetchone()[0]
-
-        return await self._thread.run(read)
+        return await self._thread.run(lambda db: due_jobs(db, at))
 
     async def count(self, whose: Whose | None = None) -> dict[JobState, int]:
         """How many jobs of ``whose`` (``None``: of everybody) are in each state, 0 included."""
