@@ -186,7 +186,7 @@ class FakeService:
         return await self.store.count(whose), await self.store.newest_change(whose)
 
     async def use(self, owner: str, teams: Any) -> Sequence[Mapping[str, Any]]:
-        return await Quotas(self.settings.quotas, self.store, self.settings.folder / "jobs").use(owner, teams, ())
+        return await Quotas(self.settings, self.store, self.settings.folder / "jobs").use(owner, teams, ())
 
     async def past_view(self, job: str) -> LiveView:
         return PastView((await self.store.get(job)).name, 100, {})

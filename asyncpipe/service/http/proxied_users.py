@@ -47,7 +47,6 @@ class ProxiedUsers:
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
-        self._proxies = [ip_network(each) for each in settings.user_proxies]
 
     @property
     def are_known(self) -> bool:
@@ -83,6 +82,6 @@ class ProxiedUsers:
 
     def _is_proxy(self, address: str) -> bool:
         try:
-            return any(ip_address(address) in each for each in self._proxies)
+            return any(ip_address(address) in ip_network(each) for each in self._settings.user_proxies)
         except ValueError:  # A socket of another kind has no address.
             return False

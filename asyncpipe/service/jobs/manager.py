@@ -83,7 +83,7 @@ class Manager:
         self.pool = DevicePool(workers=launcher, worker_path=folders, **settings.hangs)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self.ended = EndedJobs(self.jobs, self.logs.folder, settings.max_queued)
-        self.quotas = Quotas(settings.quotas, store, self.logs.folder)
+        self.quotas = Quotas(settings, store, self.logs.folder)
         store.admit = self.quotas.admit
         self.entries = entries
         self.processes = JobProcesses(settings) if settings.is_isolated and make_trainer is None else None

@@ -22,7 +22,8 @@ from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.service.access import Whose
 from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.job_folder import files_of
-from asyncpipe.service.settings.quota_settings import Quota, QuotaSettings
+from asyncpipe.service.settings.quota_settings import Quota
+from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.finding import count_queued
 from asyncpipe.service.store.job_store import JobStore
 from asyncpipe.service.store.store_errors import QuotaError
@@ -55,10 +56,10 @@ def devices_of(job: JobRecord) -> int:
 
 
 class Quotas:
-    """The quotas of ``settings``, which may be replaced, for the jobs in ``store`` with their folders in ``folder``."""
+    """The quotas of ``settings`` for the jobs in ``store``, which have their folders in ``folder``."""
 
-    def __init__(self, settings: QuotaSettings, store: JobStore, folder: Path) -> None:
-        self.settings = settings
+    def __init__(self, settings: ServiceSettings, store: JobStore, folder: Path) -> None:
+        self._settings = settings
         self._store = store
         self._folder = folder
         self._sizes: dict[Whose, dict[str, tuple[object, int]]] = {}
@@ -68,9 +69,10 @@ class Quotas:
         """What holds for jobs of ``owner``, who is in ``teams``."""
         if owner is None:
             return []
-        of_teams = {team: quota for team, quota in self.settings.teams.items() if team in teams}
+        quotas = self._settings.quotas
+        of_teams = {team: quota for team, quota in quotas.teams.items() if team in teams}
         found = [Limit(f"the team {team}", Whose(None, (team,)), quota) for team, quota in of_teams.items()]
-        return [Limit(owner, Whose(owner), self.settings.of_user(owner)), *found]
+        return [Limit(owner, Whose(owner), quotas.of_user(owner)), *found]
 
     def may_begin(self, running: Iterable[JobRecord]) -> Callable[[JobRecord], str | None]:
         """A function that says why a queued job may not begin beside those that run; ``None`` if it may."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manager_helpers import opened, submission, until
+from manager_helpers import make_settings, opened, submission, until
 from pydantic import ValidationError
 
 from asyncpipe.service.job_states import JobState
@@ -22,7 +22,7 @@ DOCUMENT = {"name": "job", "entry": "m:f", "pipeline": {"devices": ["cpu:0"]}}
 
 
 def quotas(store: JobStore, folder: Path, **table: Any) -> Quotas:
-    made = Quotas(QuotaSettings.model_validate(table), store, folder)
+    made = Quotas(make_settings(folder, quotas=table), store, folder)
     store.admit = made.admit
     return made
 
@@ -126,9 +126,15 @@ async def test_devices_hold_jobs_back_and_nobody_else(tmp_path: Path) -> None:
         assert outlook(more[2]).waits_for == "needs 1 devices, and alice has 2 of the 2 that its quota allows"
 
 
-def test_settings(tmp_path: Path) -> None:
-    from manager_helpers import make_settings
+async def test_where_others_are_hidden_a_reason_names_no_job(tmp_path: Path) -> None:
+    async with opened(tmp_path, others="none", share_devices=False) as service:
+        running, waiting = await service.running("a"), await service.submit("b")
+        reason = service.manager.outlook(waiting.id).waits_for or ""
+        assert "another job" in reason
+        assert running.id not in reason
 
+
+def test_settings(tmp_path: Path) -> None:
     assert make_settings(tmp_path, quotas={"default": {"bytes": "2 KiB"}}).quotas.default.bytes == 2048
     with pytest.raises(SettingsError, match=r"quotas.default.queued: must be a number of jobs"):
         make_settings(tmp_path, quotas={"default": {"queued": "many"}})

@@ -21,7 +21,7 @@ from asyncpipe.service.token_roles import TokenRole
 from asyncpipe.service.training_service import TrainingService
 
 __all__ = [
-    "CAUSE",
+    "Cause",
     "JobId",
     "Seen",
     "Service",
@@ -35,7 +35,6 @@ __all__ = [
     "owner_of",
 ]
 
-CAUSE = "asked for over HTTP"
 MOST_STEP = 2**63 - 1
 ONLY_READ = frozenset({"fork"})
 """Names of routes that change something, but not the job that their path names."""
@@ -79,6 +78,15 @@ def owner_of(request: Request) -> dict[str, Any]:
     """The ``owner`` and the ``teams`` of a job that ``request`` submits."""
     holder = holder_of(request)
     return {} if holder is None else {"owner": holder.user, "teams": holder.teams}
+
+
+async def _cause(request: Request) -> str:
+    holder = holder_of(request)
+    return "asked for over HTTP" + ("" if holder is None else f" by {holder.user}")
+
+
+Cause: TypeAlias = Annotated[str, Depends(_cause)]
+"""A parameter of a handler: why it changes the state of a job."""
 
 
 async def _seen(request: Request) -> Whose | None:

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Query, Request, Response
 
 from asyncpipe.service.http import models
-from asyncpipe.service.http.routes.common import CAUSE, JobId, Service, api_router, details, locate, owner_of
+from asyncpipe.service.http.routes.common import Cause, JobId, Service, api_router, details, locate, owner_of
 
 __all__ = ["router"]
 
@@ -15,9 +15,9 @@ router = api_router("/v1/jobs")
 
 
 @router.post("/{id}/retry")
-async def retry(service: Service, job: JobId, asked: models.RetryRequest) -> models.JobDetails:
+async def retry(service: Service, job: JobId, asked: models.RetryRequest, cause: Cause) -> models.JobDetails:
     """Try a job again that failed, was cancelled or quarantined."""
-    return await details(service, await service.retry(job, asked.from_step, asked.changes, CAUSE))
+    return await details(service, await service.retry(job, asked.from_step, asked.changes, cause))
 
 
 @router.post("/{id}/fork", status_code=201)

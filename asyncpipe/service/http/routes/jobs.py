@@ -14,7 +14,7 @@ from asyncpipe.service.http.access_control import still_known
 from asyncpipe.service.http.event_stream import job_events
 from asyncpipe.service.http.problems import invalid
 from asyncpipe.service.http.routes.common import (
-    CAUSE,
+    Cause,
     JobId,
     Seen,
     Service,
@@ -62,21 +62,21 @@ async def submit(
 
 
 @router.post("/{id}/pause")
-async def pause(service: Service, job: JobId) -> models.JobDetails:
+async def pause(service: Service, job: JobId, cause: Cause) -> models.JobDetails:
     """Pause a job after its step."""
-    return await details(service, await service.pause(job, CAUSE))
+    return await details(service, await service.pause(job, cause))
 
 
 @router.post("/{id}/resume")
-async def resume(service: Service, job: JobId) -> models.JobDetails:
+async def resume(service: Service, job: JobId, cause: Cause) -> models.JobDetails:
     """Resume a paused job."""
-    return await details(service, await service.resume(job, CAUSE))
+    return await details(service, await service.resume(job, cause))
 
 
 @router.post("/{id}/cancel")
-async def cancel(service: Service, job: JobId) -> models.JobDetails:
+async def cancel(service: Service, job: JobId, cause: Cause) -> models.JobDetails:
     """Cancel a job for good."""
-    return await details(service, await service.cancel(job, CAUSE))
+    return await details(service, await service.cancel(job, cause))
 
 
 @router.patch("/{id}")
