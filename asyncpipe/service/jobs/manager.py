@@ -166,7 +166,6 @@ class Manager:
     async def look_again(self) -> None:
         """Act on settings that have changed."""
         self.jobs.most_queued = self.ended.most_queued = self.settings.max_queued
-        self.quotas.settings = self.settings.quotas
         self.jobs.changed.set()
 
     # From any thread

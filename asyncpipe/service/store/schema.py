@@ -38,6 +38,7 @@ CREATE TABLE runs (
 CREATE INDEX runs_by_end ON runs (ended);
 CREATE INDEX jobs_by_owner ON jobs (owner, number);
 CREATE INDEX jobs_searched ON jobs (number, name, entry, id, cause, tags, updated); -- for lists that look at all jobs
+CREATE INDEX jobs_by_teams ON jobs (teams, number);
 CREATE INDEX jobs_by_root ON jobs (root, number) WHERE root IS NOT NULL;
 """
 

@@ -99,6 +99,7 @@ async def test_a_second_store_on_the_file_is_refused_and_the_first_goes_on(path)
 SECOND_SCHEMA = """
 DROP TABLE runs;
 DROP INDEX jobs_by_owner;
+DROP INDEX jobs_by_teams;
 DROP INDEX jobs_by_root;
 DROP INDEX jobs_searched;
 ALTER TABLE jobs DROP COLUMN owner;
