@@ -88,7 +88,8 @@ def _submit(parser: argparse.ArgumentParser) -> None:
     add("file", metavar="FILE.toml", type=Path, help="the job file")
     add("--name", metavar="NAME", help="name of the job")
     add("--steps", type=count, metavar="N", help="train for N steps")
-    add("--devices", type=names, metavar="LIST", help="train on these devices, as cpu:0,cpu:1")
+    text = "train on these devices, as cpu:0,cpu:1, or on so many of any, as 2"
+    add("--devices", type=_names_or_count, metavar="LIST|N", help=text)
     add("--replicas", type=count, metavar="N", help="train N replicas, each on as many of the devices, in their order")
     text = "run only while other jobs leave a device idle"
     add("--background", action="store_const", const="background", help=text)
@@ -96,6 +97,10 @@ def _submit(parser: argparse.ArgumentParser) -> None:
     add_set(parser)
     add("--key", metavar="KEY", help="idempotency key: the same key and job make one job, however often submitted")
     add("--follow", action="store_true", help="show what happens to it until it ends, as `follow` does")
+
+
+def _names_or_count(text: str) -> int | list[str]:
+    return count(text) if text.isdigit() else names(text)
 
 
 def _filters(limit: int, parser: argparse.ArgumentParser) -> None:
@@ -173,8 +178,21 @@ def _download(parser: argparse.ArgumentParser) -> None:
 
 
 def _priority(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("priority_class", choices=("foreground", "background"), help="the class from now on")
+    text = (
+        "from now on: foreground or background, the class; or a number from -100 to 100: queued jobs of one class and "
+    )
+    text += "user with higher ones begin first"
+    parser.add_argument("priority", type=_class_or_number, metavar="CLASS|NUMBER", help=text)
     _jobs(parser)
+
+
+def _class_or_number(text: str) -> dict[str, object]:
+    if text in ("foreground", "background"):
+        return {"priority_class": text}
+    try:
+        return {"priority": int(text)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be foreground, background or a number, got {text!r}") from None
 
 
 def _weight(parser: argparse.ArgumentParser) -> None:

@@ -114,8 +114,8 @@ def cancel(client: JobClient, args: Args, job: str) -> Found:
 
 
 def priority(client: JobClient, args: Args, job: str) -> Found:
-    """Change the priority class of jobs."""
-    return client.amend(job, priority_class=args.priority_class)
+    """Change the priority class of jobs, or their priority among those of their user."""
+    return client.amend(job, **args.priority)
 
 
 def weight(client: JobClient, args: Args, job: str) -> Found:

@@ -107,8 +107,8 @@ def job_text(job: Job) -> str:
         *([("waits for", job["waits_for"])] if job.get("waits_for") else []),
         *([("user", " ".join([job["owner"], *job["teams"]]))] if job.get("owner") else []),
         ("entry", job["entry"]),
-        ("class", f"{job['priority_class']}, weight {job['weight']:g}"),
-        ("devices", devices_text(job["devices"], job.get("replicas", 1))),
+        ("class", f"{job['priority_class']}, weight {job['weight']:g}, priority {job.get('priority', 0)}"),
+        ("devices", _devices(job)),
         ("schedule", job.get("schedule") or ""),
         ("step", _steps(job)),
         ("snapshot", job.get("snapshot") or "none yet"),
@@ -253,6 +253,14 @@ def _number(row: Job, key: str, form: str) -> str:
 def _state(job: Job) -> str:
     asked = job.get("asked")
     return f"{plain(job['state'])} (to be {plain(asked)})" if asked else plain(job["state"])
+
+
+def _devices(job: Job) -> str:
+    if (asked := plain(job.get("asks_for", ""))).startswith("any ") and (
+        job["state"] == "queued" or not job["devices"]
+    ):
+        return asked
+    return devices_text(job["devices"], job.get("replicas", 1))
 
 
 def _steps(job: Job) -> str:

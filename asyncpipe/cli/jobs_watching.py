@@ -48,8 +48,10 @@ def submit(client: JobClient, args: argparse.Namespace) -> int:
     observes all its jobs. The job's entry must be registered by the operator of the service, its devices must be the
     service's, its schedule must have a name.
 
-    The file's table [service] may have tags, deadline, priority_class and weight, as in --set service.weight=2 or
-    --set service.deadline=2026-12-01T08:00:00.
+    Where pipeline.devices is a number, or a table as {count = 2, memory = "20 GiB", hosts = 1}, the service chooses.
+
+    The file's table [service] may have tags, deadline, priority_class, weight and priority, as in
+    --set service.weight=2 or --set service.deadline=2026-12-01T08:00:00.
 
     Prints the job's id. With --key, submitting the same job again, even much later, returns the same job.
     """

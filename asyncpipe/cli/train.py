@@ -124,10 +124,10 @@ def _train(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> Job:
     """The job of the file, with the values of the command line."""
-    from asyncpipe.train.job_file import load_job
+    from asyncpipe.train.job_file import load_job, load_job_for_service
 
     if args.device_type is not None:
-        own = load_job(args.job, plan=args.plan).pipeline
+        own = load_job_for_service(args.job, plan=args.plan)[0].pipeline
         args.devices = _logical_devices(len(own.devices), args.device_type)
         args.replicas = args.replicas or own.replicas
     args.folder = str(args.resume) if isinstance(args.resume, Path) else None

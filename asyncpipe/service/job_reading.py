@@ -80,7 +80,8 @@ class JobReading(ABC):
         trained = await manager.jobs.store.trained_seconds(jobs)
 
         async def ask() -> Mapping[str, Outlook]:
-            return {job: replace(manager.outlook(job), trained_seconds=trained.get(job, 0.0)) for job in jobs}
+            known = manager.outlooks(jobs).items()
+            return {job: replace(outlook, trained_seconds=trained.get(job, 0.0)) for job, outlook in known}
 
         return await self.loop.hop(ask())
 

@@ -26,12 +26,14 @@ cancelled; the request is stored meanwhile (``JobRecord.asked``), so that it sur
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from asyncpipe.core.hosts import host_of
 from asyncpipe.errors import AsyncpipeError, OptionError
 from asyncpipe.train.redaction import redacted
 
@@ -40,6 +42,7 @@ __all__ = [
     "TAG",
     "TAG_PATTERN",
     "TRANSITIONS",
+    "DeviceRequest",
     "JobRecord",
     "JobState",
     "JobStateError",
@@ -132,6 +135,35 @@ class JobStateError(AsyncpipeError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """The devices that a job asks for: those that it names, or so many of any."""
+
+    count: int
+    names: tuple[str, ...] = ()
+    """A device once for each time that it is named; empty: any devices."""
+    hosts: int | None = None
+    """The most hosts that any devices may be on."""
+
+    @classmethod
+    def of(cls, given: Any) -> DeviceRequest:
+        """What ``pipeline.devices`` of a job's document asks for."""
+        if isinstance(given, Mapping):
+            return cls(given["count"], (), given.get("hosts"))
+        return cls(len(given), tuple(given))
+
+    def fits(self, devices: Sequence[str]) -> bool:
+        """Whether ``devices`` have enough for it, each listed once for each time that a job may have it."""
+        if self.names:
+            return not Counter(self.names) - Counter(devices)
+        return sum(sorted(Counter(map(host_of, devices)).values(), reverse=True)[: self.hosts]) >= self.count
+
+    def __str__(self) -> str:
+        if self.names:
+            return ", ".join(self.names)
+        return f"any {self.count}" + ("" if self.hosts is None else f" on {self.hosts} host" + "s" * (self.hosts > 1))
+
+
+@dataclass(frozen=True, slots=True)
 class JobRecord:
     """A job: what was submitted, and what has become of it. Times are Unix times in seconds."""
 
@@ -219,9 +251,19 @@ class JobRecord:
         return self.document.get("memory")
 
     @property
+    def request(self) -> DeviceRequest:
+        """The devices that it asks for."""
+        return DeviceRequest.of(self.table("pipeline").get("devices", ()))
+
+    @property
     def devices(self) -> tuple[str, ...]:
-        """As they were submitted, a device once for each time that it is named."""
-        return tuple(self.table("pipeline").get("devices", ()))
+        """Those that it names; if it asks for any, those of its last run, and none before."""
+        return self.request.names or self.placed
+
+    @property
+    def priority(self) -> int:
+        """Its place among the queued jobs of its class and user: higher ones come first."""
+        return self.document.get("priority", 0)
 
     @property
     def replicas(self) -> int:

@@ -302,15 +302,16 @@ class TrainingService(JobReading):
         *,
         priority_class: PriorityClass | None = None,
         weight: float | None = None,
+        priority: int | None = None,
         tags: Collection[str] | None = None,
     ) -> JobRecord:
-        """The job with another priority class, weight or other tags; what is ``None`` stays.
+        """The job with another priority class, weight, priority or other tags; what is ``None`` stays.
 
         A running job has its new share of the devices from its next step on, or, where its stages are in worker
         processes or it has a process of its own, from its next run on. Raises ``SubmissionError`` for wrong values.
         """
         tags = None if tags is None else list(tags)
-        changes = check_amendment(priority_class=priority_class, weight=weight, tags=tags)
+        changes = check_amendment(priority_class=priority_class, weight=weight, priority=priority, tags=tags)
         return await self.loop.do(self.manager.jobs.amend(job, **changes))
 
     async def change_schedule(self, job: str, schedule: str) -> JobRecord:

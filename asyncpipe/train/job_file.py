@@ -10,7 +10,8 @@ A whole file::
     width = 128
 
     [pipeline]
-    devices = ["cpu:0", "cpu:1"]        # or, with replicas, a list for each: [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
+    devices = ["cpu:0", "cpu:1"]        # or, with replicas, a list for each: [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]];
+                                        # or for a service: 2, or {count = 2, memory = "20 GiB", hosts = 1}, of any
     schedule = "1f1b"
     workers = "threads"                 # or "processes", "ray", "torchrun"; see PipelineTable
 
@@ -98,6 +99,7 @@ __all__ = [
 ]
 
 
+MOST_DEVICES = 1024
 BUILT_IN = {"transformers": "asyncpipe.train.transformers_entry:build"}
 """The entries that have a name, as ``model``."""
 
@@ -340,13 +342,20 @@ def load_job(path: str | Path, changes: Mapping[str, Any] | None = None, *, plan
     Raises ``JobFileError`` if a file cannot be read or parsed, or with one line for each wrong key: the file's name,
     the dotted key, what is wrong and what is allowed.
     """
-    return load_job_for_service(Path(path), changes, plan=plan)[0]
+    job, _, asked = load_job_for_service(Path(path), changes, plan=plan)
+    if asked is not None:
+        rule = 'only a service chooses them; name them here, as ["cpu:0", "cpu:1"], or give --devices or --device-type'
+        raise job_file_error(Path(path), f"pipeline.devices: {rule}")
+    return job
 
 
 def load_job_for_service(
     path: Path, changes: Mapping[str, Any] | None = None, *, plan: Path | None = None
-) -> tuple[Job, Any]:
-    """The job, as ``load_job`` has it, and its table ``service``, which only a service reads."""
+) -> tuple[Job, Any, Any]:
+    """The job, as ``load_job`` has it, its table ``service``, and what it asks for if it names no devices.
+
+    Only a service reads the last two. What it asks for is as the file has it, and some names are in its place.
+    """
     tables, changes = read_toml(path, JobFileError), changes or {}
     planned = {} if plan is None else _read_plan(plan)
     if plan is not None:
@@ -356,9 +365,12 @@ def load_job_for_service(
     for key, value in changes.items():
         if not set_key(tables, key, value):
             raise JobFileError(f"{key}: must be the key of a value, as training.steps")
-    service = tables.pop("service", {})
+    service, asked = tables.pop("service", {}), None
+    match tables.get("pipeline"):
+        case {"devices": int(wanted) | {"count": int(wanted)}, **others} if 0 < wanted <= MOST_DEVICES:
+            asked, tables["pipeline"] = tables["pipeline"]["devices"], {**others, "devices": ["cpu"] * wanted}
     try:
-        return Job.model_validate(tables, context={"path": path}), service
+        return Job.model_validate(tables, context={"path": path}), service, asked
     except ValidationError as error:
         problems = wrong_keys(error, Job)
     lines = []

@@ -17,7 +17,7 @@ from asyncpipe.pipeline.pool_options import TransportName
 from asyncpipe.train.validation import StrictModel
 from asyncpipe.train.value_types import Flag, PositiveInt
 
-__all__ = ["AUTO", "PipelineTable", "StagesTable"]
+__all__ = ["AUTO", "Devices", "PipelineTable", "StagesTable", "devices_of_rows"]
 
 AUTO = "auto"
 """The schedule that is chosen by measurement when the job starts."""
@@ -56,7 +56,7 @@ Devices = Annotated[
 ]
 
 
-def _devices_of_rows(given: object, replicas: int | None) -> object:
+def devices_of_rows(given: object, replicas: int | None) -> object:
     """The devices of all rows in one list, if they are given as a list for each replica."""
     if not isinstance(given, list | tuple) or not any(isinstance(row, list | tuple) for row in given):
         if replicas and isinstance(given, list | tuple) and len(given) % replicas:
@@ -136,7 +136,7 @@ class StagesTable(StrictModel):
     @field_validator("devices", mode="before")
     @classmethod
     def _flatten(cls, given: Any, info: ValidationInfo) -> Any:
-        return _devices_of_rows(given, info.data.get("replicas"))
+        return devices_of_rows(given, info.data.get("replicas"))
 
     @property
     def row(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ MODULES = {
     "replicas": "replicas.campaign",
     "service": "service.campaign",
     "soak": "soak.soak",
+    "week": "week",
     "workers": "workers.campaign",
 }
 """Where the ``CAMPAIGN`` of each name is."""

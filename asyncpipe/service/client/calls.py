@@ -133,10 +133,12 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
         *,
         priority_class: str | None = None,
         weight: float | None = None,
+        priority: int | None = None,
         tags: Collection[str] | None = None,
     ) -> _Table:
-        """The job, with another priority class, weight or other tags; what is left out stays."""
-        changes = {"priority_class": priority_class, "weight": weight, "tags": None if tags is None else [*tags]}
+        """The job, with another priority class, weight, priority or other tags; what is left out stays."""
+        changes: dict[str, Any] = {"priority_class": priority_class, "weight": weight, "priority": priority}
+        changes |= {"tags": None if tags is None else [*tags]}
         given = {name: value for name, value in changes.items() if value is not None}
         # Changing it twice is changing it once.
         return self._ask("PATCH", _path(job), body=given, repeatable=True)

@@ -52,6 +52,7 @@ class JobSummary(_ResponseModel):
     cause: str = Field(description="Why it is in this state.")
     priority_class: PriorityClass
     weight: float
+    priority: int = Field(description="Its place among the queued jobs of its class and user: higher ones come first.")
     schedule: str | None = Field(description="The schedule of its next step.")
     submitted: Time
     updated: Time
@@ -59,7 +60,10 @@ class JobSummary(_ResponseModel):
     step: int = Field(ge=0, description="Steps done, as last reported.")
     steps: int | None = Field(description="Steps in all.")
     snapshot: str | None = Field(description="Name of the newest snapshot.")
-    devices: list[str] = Field(description="As they were submitted; the service may have moved the job since.")
+    devices: list[str] = Field(
+        description="Those that it names, or of its last run if it asks for any; the service may have moved it since."
+    )
+    asks_for: str = Field(description="The devices that it asks for: names, or how many of any, as: any 2 on 1 host.")
     replicas: int = Field(ge=1, description="How many replicas share them, each with as many, in this order.")
     waits_for: str | None = Field(
         description="Why a queued job has not started, or for which lost workers a running one waits."
@@ -115,13 +119,14 @@ def _summary(record: JobRecord, outlook: Outlook, longest: int) -> dict[str, Any
     """The fields of a ``JobSummary``, with a cause of at most ``longest`` characters."""
     of_record = (
         "id", "state", "asked", "submitted", "updated", "attempts", "step", "crashes", "forked_from", "name", "entry",
-        "priority_class", "weight", "deadline", "memory", "schedule", "steps", "replicas", "owner", "root",
+        "priority_class", "weight", "priority", "deadline", "memory", "schedule", "steps", "replicas", "owner", "root",
     )  # fmt: skip
     snapshot = record.snapshot
     return {
         **{each.name: getattr(outlook, each.name) for each in fields(outlook)},
         **{name: getattr(record, name) for name in of_record},
         "devices": list(record.devices),
+        "asks_for": str(record.request),
         "tags": list(record.tags),
         "code": record.code and record.code[:12],
         "teams": list(record.teams),

@@ -35,6 +35,7 @@ from asyncpipe.service.jobs.job_log import JobLogs
 from asyncpipe.service.jobs.job_queue import JobQueue
 from asyncpipe.service.jobs.job_run import JobRun
 from asyncpipe.service.jobs.service_metrics import MOST_FAILED, ServiceMetrics
+from asyncpipe.service.jobs.usage import Usage
 from asyncpipe.service.store.job_store import JobFilter, JobStore, StoreError, UnknownJobError
 from asyncpipe.service.submission.submission import check_new_schedule
 
@@ -57,10 +58,11 @@ class ActiveJobs:
         metrics: ServiceMetrics,
         most_queued: int,
         is_suspect: Callable[[JobRecord], bool] = lambda record: False,
+        usage: Usage | None = None,
     ) -> None:
-        """Jobs for which ``is_suspect`` is true wait to run alone."""
+        """Jobs for which ``is_suspect`` is true wait to run alone. ``usage`` has the shares of users."""
         self.store = store
-        self.queue = JobQueue()
+        self.queue = JobQueue(usage)
         self.running: dict[str, JobRun] = {}
         """From the transition to ``running`` to the next one."""
         self.changed = asyncio.Event()
@@ -73,14 +75,17 @@ class ActiveJobs:
         self._is_suspect = is_suspect
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def load(self, *, most_crashes: int, resume: bool) -> tuple[JobRecord, ...]:
+    async def load(self, *, most_crashes: int, resume: bool, since: float = 0.0) -> tuple[JobRecord, ...]:
         """Load the jobs that the last process left; returns those that this has changed. Arguments as ``recover``.
 
-        Raises ``StoreError``.
+        What users have used ``since`` then is loaded as well. Raises ``StoreError``.
         """
         recovered = await self.store.recover(most_crashes=most_crashes, resume=resume)
         for record in recovered:
             log_recovered(record)
+        for run in await self.store.runs(since):
+            self.queue.usage.begin(run.owner, run.job, len(run.devices), run.began)
+            self.queue.usage.end(run.owner, run.job, run.began if run.ended is None else run.ended)
         queued = JobFilter(frozenset({JobState.QUEUED}))
         page = await self.store.list(queued, limit=PAGE)
         while page:
@@ -136,6 +141,9 @@ class ActiveJobs:
             self._metrics.users.unqueued(record.id)
         if record.state is not JobState.RUNNING:
             self.running.pop(record.id, None)
+            self.queue.usage.end(record.owner, record.id, record.updated)
+        else:
+            self.queue.usage.begin(record.owner, record.id, len(record.devices), record.updated)
         self.changed.set()
 
     def forget(self, record: JobRecord) -> None:
@@ -219,7 +227,7 @@ class ActiveJobs:
             return await self.become(record, JobState.QUEUED, cause, self.most_queued)
 
     async def amend(self, job: str, **changes: Any) -> JobRecord:
-        """The job with another class, weight or other tags, which ``check_amendment`` has checked.
+        """The job with another class, weight, priority or other tags, which ``check_amendment`` has checked.
 
         A running job has its new share from its next step on. Of a job that has ended, only the tags can change.
         """

@@ -81,6 +81,12 @@ class Hosts:
         """All hosts that are drained."""
         return frozenset(self._drained)
 
+    @property
+    def leaving(self) -> frozenset[str]:
+        """The devices of all hosts that are drained, by their names among the service's."""
+        gone = (devices for worker, devices in self._named().items() if unit_of(worker) in self._drained)
+        return frozenset(device.partition("#")[0] for devices in gone for device in devices)
+
     def watch(self, changed: Callable[[], object]) -> Callable[[], object]:
         """Have ``changed`` called whenever a host is drained or undrained, until what this returns is called."""
         self._watchers.append(changed)

@@ -1,16 +1,28 @@
-"""The job queue: which queued job begins next, and why the others wait.
+"""The job queue: which queued job begins next, where, and why the others wait.
 
 ::
 
-    queued     foreground by age, then background by age ─▶ the first ─▶ a free place? its devices free?
-                                                              │  yes: begins
-                                                              └─ no: waits; jobs behind it are looked at only where
-                                                                 it waits for devices
+    foreground, then background ─▶ the user who has used least ─▶ priority ─▶ age ─▶ the first ─▶ a place? devices?
+                                                                              │  yes: begins on those of place()
+                                                                              └─ no: waits; jobs behind it are looked
+                                                                                 at only where it waits for devices
 
-A job that waits for busy devices does not keep back one whose devices are free: up to ``LOOK_AHEAD`` jobs are looked
-at. Nobody starves. A job that begins out of turn takes no device that a job before it wants, and each running job that
-the first one waits for gives back its place together with its devices. So the first job begins as soon as those that
-had its devices when it became the first have ended.
+**Order.** The k-th waiting job of a user has the place of the user's rank (``usage.py``) plus k, divided by the user's
+share: the jobs come in the order in which they would begin if each counted like one device. Where jobs have no owners,
+all of a class are one user's, and begin by priority and age.
+
+**Passing.** A job that waits for devices does not keep back those behind it: what is free of the devices that it waits
+for may be used meanwhile. That is bounded. Each time a job behind it begins on a device that it would have, it has been
+*passed*; when it has been passed ``PASSES`` times, these devices are *held* for it, and no job behind it begins there.
+
+*Theorem.* Once a job is the first of its order and was passed ``PASSES`` times, it begins, if it names its devices or
+any number of hosts will do, as soon as the jobs have ended that use the held devices then; and with ``hosts``, after at
+most ``count`` times the longest run. *Proof.* Only the first job itself takes held devices, so they are never used by
+more jobs than before. Devices are held in place of others only if fewer of these are used: without ``hosts``, they are
+then all that are free, and each job that ends adds some; with ``hosts``, each change leaves fewer to be waited for, and
+there are at most ``count``. A running job that ends gives back its place (``max_running``) with its devices. ∎
+
+Hence a job waits for at most ``PASSES`` jobs that came behind it and took its devices, and for those that ran.
 
 Where no more jobs may run, and where a job has to run alone, all jobs behind it wait. Such a job lets those pass that
 came before it or within ``PATIENCE_SECONDS`` after it, and no others: it has its turn as well. Only the first few jobs
@@ -21,66 +33,138 @@ thousands.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heapify, heappop, heapreplace
 from itertools import islice
-from types import MappingProxyType
 from typing import TypeAlias
 
 from asyncpipe.core.predict.memory import format_bytes
-from asyncpipe.service.job_states import JobRecord
+from asyncpipe.service.job_states import DeviceRequest, JobRecord
+from asyncpipe.service.jobs.placement import Apart, index_apart, place, why_there
+from asyncpipe.service.jobs.usage import Usage
 
-__all__ = ["LOOK_AHEAD", "Candidate", "JobQueue", "QueueAction", "QueueDecision", "decisions", "why_behind"]
+__all__ = [
+    "LOOK_AHEAD",
+    "PASSES",
+    "Candidate",
+    "Capacity",
+    "JobQueue",
+    "QueueAction",
+    "QueueDecision",
+    "decisions",
+    "why_behind",
+]
 
-LOOK_AHEAD = 32
-"""How many jobs of the queue are looked at, the first included."""
+LOOK_AHEAD, MOST_ALIKE = 32, 128
+"""How many jobs of the queue are looked at that want different things, and how many in all, the first included."""
+PASSES = 8
+"""How many jobs may begin on devices that a job before them waits for, until these are held for it."""
 PATIENCE_SECONDS = 3600.0
 """How long a job that has to run alone gives way to others, which need not wait until no job runs."""
+BACKGROUND_LOAD = 1 / 64
+"""What a job counts as on its devices that has only the time that others leave."""
 
-_Place: TypeAlias = tuple[bool, float, str]
+_Place: TypeAlias = tuple[int, float, str]
+"""Of a job among those of its class and user: by priority, the oldest, then by id."""
+_Line: TypeAlias = tuple[bool, str | None]
+"""Whether the jobs are background ones, and whose they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The places of the jobs of a class and user among those of all users of the class."""
+
+    rank: float
+    step: float
+    line: list[_Place]
+
+    def __getitem__(self, number: int) -> tuple[float, _Place]:
+        return self.rank + number * self.step, self.line[number]
 
 
 class JobQueue:
-    """The queued jobs in their order: foreground first, then the oldest, then by id."""
+    """The queued jobs in their order: foreground first, then by what users have used, priority, age and id."""
 
-    def __init__(self) -> None:
-        self._order: list[_Place] = []
-        self._jobs: dict[str, tuple[_Place, JobRecord]] = {}
+    def __init__(self, usage: Usage | None = None) -> None:
+        self.usage = usage or Usage()
+        self._lines: dict[_Line, list[_Place]] = {}
+        self._jobs: dict[str, tuple[_Line, _Place, JobRecord]] = {}
+        self._passed: dict[str, tuple[int, tuple[str, ...]]] = {}
+        """By job, how often it was passed, and what is held for it."""
 
     def put(self, record: JobRecord, *, alone: bool = False) -> None:
         """Let the job of ``record`` wait, perhaps to run ``alone``; it may have waited with another record."""
+        passed = self._passed.get(record.id)
         self.discard(record.id)
         since = record.updated + PATIENCE_SECONDS if alone else record.submitted
-        place = (record.is_background, since, record.id)
-        self._jobs[record.id] = place, record
-        insort(self._order, place)
+        line, place_ = (record.is_background, record.owner), (-record.priority, since, record.id)
+        self._jobs[record.id] = line, place_, record
+        insort(self._lines.setdefault(line, []), place_)
+        if passed is not None:
+            self._passed[record.id] = passed
 
     def discard(self, job: str) -> None:
         """Remove ``job`` from the queue, if it is there."""
+        self._passed.pop(job, None)
         if (found := self._jobs.pop(job, None)) is not None:
-            del self._order[bisect_left(self._order, found[0])]
+            line, place_, _ = found
+            waiting = self._lines[line]
+            del waiting[bisect_left(waiting, place_)]
+            if not waiting:
+                del self._lines[line]
 
     def get(self, job: str) -> JobRecord | None:
         """The record of ``job``, if it waits."""
-        return None if (found := self._jobs.get(job)) is None else found[1]
+        return None if (found := self._jobs.get(job)) is None else found[2]
 
-    def first(
-        self, count: int = LOOK_AHEAD, held_back: Callable[[JobRecord], str | None] = lambda _: None
-    ) -> list[JobRecord]:
-        """The first ``count`` jobs of those that nothing holds back."""
-        waiting = (self._jobs[job][1] for _, _, job in self._order)
-        return list(islice((job for job in waiting if held_back(job) is None), count))
+    def ordered(self, now: float = 0.0) -> Iterator[JobRecord]:
+        """The jobs in their order, by what users have used until ``now``."""
+        for is_background in (False, True):
+            heads = [(*places[0], 0, places) for places in self._ranked(is_background, now)]
+            heapify(heads)
+            while heads:
+                _, (*_, job), number, places = heads[0]
+                yield self._jobs[job][2]
+                if number + 1 < len(places.line):
+                    heapreplace(heads, (*places[number + 1], number + 1, places))
+                else:
+                    heappop(heads)
 
-    def before(self, job: str) -> int:
+    def before(self, job: str, now: float = 0.0) -> int:
         """How many wait before ``job``, which waits as well."""
-        return bisect_left(self._order, self._jobs[job][0])
+        (is_background, user), place_, _ = self._jobs[job]
+        own = self._places((is_background, user), now)
+        mine = own[bisect_left(own.line, place_)]
+        found = sum(len(line) for (background, _), line in self._lines.items() if is_background and not background)
+        for each in self._ranked(is_background, now):
+            found += bisect_left(range(len(each.line)), mine, key=each.__getitem__)
+        return found
+
+    def _ranked(self, is_background: bool, now: float) -> Iterator[_Places]:
+        return (self._places(line, now) for line in self._lines if line[0] is is_background)
+
+    def _places(self, line: _Line, now: float) -> _Places:
+        return _Places(self.usage.rank(line[1], now), 1 / self.usage.share(line[1]), self._lines[line])
+
+    def passed(self, job: str) -> tuple[int, tuple[str, ...]]:
+        """How often ``job`` was passed, and the devices that are held for it, if any are."""
+        return self._passed.get(job, (0, ()))
+
+    def follow(self, decision: QueueDecision) -> None:
+        """Remember what follows from ``decision``: which jobs are passed, and what is held for them."""
+        if decision.held:
+            self._passed[decision.job] = self.passed(decision.job)[0], decision.held
+        for job in decision.passes:
+            times, held = self.passed(job)
+            self._passed[job] = times + 1, held
 
     def __contains__(self, job: object) -> bool:
         return job in self._jobs
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +172,34 @@ class Candidate:
     """What decides whether a job can run beside others."""
 
     job: str
-    devices: frozenset[str] = frozenset()
+    request: DeviceRequest
     memory: int = 0
-    """The bytes that it has declared to need on each of them."""
+    """The bytes that it has declared to need on each of its devices."""
     is_suspect: bool = False
     """Whether it has one attempt left, and has to be alone so that no other job is blamed."""
+    devices: tuple[str, ...] = ()
+    """Where it runs, if it does."""
+    load: float = 1.0
+    """How much it wants of their time."""
+    passed: int = 0
+    """How often it was passed, if it waits."""
+    held: tuple[str, ...] = ()
+    """What is held for it then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a service has for jobs."""
+
+    devices: Sequence[str]
+    """Each once for each time that a job may have it."""
+    max_running: int
+    share_devices: bool
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by device, which the declared memory of the jobs there does not exceed together."""
+    drained: Collection[str] = ()
+    """Devices that jobs are to leave; who asks for any gets others."""
+    apart: Apart = index_apart
 
 
 class QueueAction(Enum):
@@ -100,7 +207,7 @@ class QueueAction(Enum):
 
     BEGIN = "begin"
     WAIT = "wait"
-    """It waits for devices or their memory, and jobs with other devices need not."""
+    """It waits for devices or their memory, and jobs behind it need not."""
     HOLD = "hold"
     """It waits, and so do all jobs behind it."""
     FULL = "full"
@@ -114,56 +221,113 @@ class QueueDecision:
     job: str
     action: QueueAction
     reason: str
+    devices: tuple[str, ...] = ()
+    """Where it begins."""
+    passes: tuple[str, ...] = ()
+    """The jobs that wait for some of these."""
+    held: tuple[str, ...] = ()
+    """What is held for it while it waits."""
 
 
-def decisions(
-    waiting: Iterable[Candidate],
-    running: Iterable[Candidate],
-    max_running: int,
-    *,
-    share_devices: bool,
-    limits: Mapping[str, int] = MappingProxyType({}),
-) -> Iterator[QueueDecision]:
+def decisions(waiting: Iterable[Candidate], running: Iterable[Candidate], has: Capacity) -> Iterator[QueueDecision]:
     """What happens to the ``waiting`` jobs, in their order, as far as they need to be looked at.
 
-    ``limits`` are bytes by device, which the declared memory of the jobs there does not exceed together. The last
-    decision is the first one that is not ``WAIT``: at most one job begins.
+    The last decision is the first one that is not ``WAIT``: at most one job begins. The same jobs have the same ones.
     """
-    running = list(running)
-    taken = (
-        {}
-        if share_devices
-        else {device: f"job {each.job} has to itself" for each in running for device in each.devices}
-    )
-    for job in waiting:
-        found = _decide(job, running, taken, max_running, limits)
+    floor = _Floor(list(running), has)
+    for job in islice(waiting, MOST_ALIKE):
+        found = floor.decide(job)
         yield found
-        if found.action is not QueueAction.WAIT:
+        if found.action is not QueueAction.WAIT or len(floor.alike) >= LOOK_AHEAD:
             return
-        for device in job.devices:
-            taken.setdefault(device, f"job {job.job} before it waits for")
 
 
-def _decide(
-    job: Candidate, running: list[Candidate], taken: Mapping[str, str], max_running: int, limits: Mapping[str, int]
-) -> QueueDecision:
-    if len(running) >= max_running:
-        return QueueDecision(job.job, QueueAction.FULL, f"max_running {max_running} is reached")
-    if job.is_suspect and running:
-        reason = "waits to run alone: the service has died while it ran, and quarantines it the next time"
-        return QueueDecision(job.job, QueueAction.HOLD, reason)
-    for other in running:
-        if other.is_suspect:
-            alone = "which runs alone until its next snapshot: the service has died while it ran"
-            return QueueDecision(job.job, QueueAction.HOLD, f"waits for job {other.job}, {alone}")
-    if busy := sorted(job.devices & taken.keys()):
-        return QueueDecision(job.job, QueueAction.WAIT, f"waits for {', '.join(busy)}, which {taken[busy[0]]}")
-    for device in sorted(job.devices & limits.keys()):
-        free = limits[device] - sum(each.memory for each in running if device in each.devices)
-        if job.memory > free:
-            needs = f"needs {format_bytes(job.memory)}, {format_bytes(free)} of {format_bytes(limits[device])} are free"
-            return QueueDecision(job.job, QueueAction.WAIT, f"waits for memory on {device}: {needs}")
-    return QueueDecision(job.job, QueueAction.BEGIN, "it is its turn")
+@dataclass(slots=True)
+class _Floor:
+    """The devices of a service, who uses them, and what jobs that were looked at wait for."""
+
+    running: list[Candidate]
+    has: Capacity
+    load: dict[str, float] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    """The bytes that jobs may still declare, by device."""
+    taken: dict[str, str] = field(default_factory=dict)
+    """Why a device cannot be had, by device."""
+    held: dict[str, str] = field(default_factory=dict)
+    wanted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By job that may be passed, the devices that it would have."""
+    alike: dict[tuple[DeviceRequest, int], QueueDecision] = field(default_factory=dict)
+    """By what a job wants that waits, what was decided about it."""
+
+    def __post_init__(self) -> None:
+        self.left.update(self.has.limits)
+        for each in self.running:
+            for device in dict.fromkeys(each.devices):
+                self.load[device] = self.load.get(device, 0.0) + each.load
+                if device in self.left:
+                    self.left[device] -= each.memory
+                if not self.has.share_devices:
+                    self.taken[device] = f"job {each.job} has to itself"
+
+    def decide(self, job: Candidate) -> QueueDecision:
+        """What happens to ``job``, behind those that were looked at before."""
+        if len(self.running) >= self.has.max_running:
+            return QueueDecision(job.job, QueueAction.FULL, f"max_running {self.has.max_running} is reached")
+        if job.is_suspect and self.running:
+            reason = "waits to run alone: the service has died while it ran, and quarantines it the next time"
+            return QueueDecision(job.job, QueueAction.HOLD, reason)
+        for other in self.running:
+            if other.is_suspect:
+                alone = "which runs alone until its next snapshot: the service has died while it ran"
+                return QueueDecision(job.job, QueueAction.HOLD, f"waits for job {other.job}, {alone}")
+        request = job.request
+        like = self.alike.get((request, job.memory))
+        if like is not None and (like.held or job.passed < PASSES):  # What it would have is that job's first.
+            if job.passed < PASSES:
+                self.wanted[job.job] = like.held or self.wanted[like.job]
+            return QueueDecision(job.job, QueueAction.WAIT, like.reason)
+        there = [each for each in self.has.devices if request.names or each not in self.has.drained]
+        free = [each for each in there if each not in self.taken and job.memory <= self.left.get(each, job.memory)]
+        usable = [each for each in free if each not in self.held]
+        # What jobs before it would have is chosen last.
+        load = {each: 2.0**-20 for devices in self.wanted.values() for each in devices} | self.load
+        placed = place(request, usable, load, self.has.apart)
+        if placed is not None:
+            passes = tuple(each for each, devices in self.wanted.items() if not set(placed).isdisjoint(devices))
+            reason = "it is its turn" + ("" if request.names else f", {why_there(placed, self.load, self.left)}")
+            return QueueDecision(job.job, QueueAction.BEGIN, reason, placed, passes)
+        return self._wait(job, there, free, usable)
+
+    def _wait(self, job: Candidate, there: list[str], free: list[str], usable: list[str]) -> QueueDecision:
+        could = [each for each in there if job.memory <= self.has.limits.get(each, job.memory)]
+        wanted = place(job.request, could, {each: 1.0 for each in could if each not in free}, self.has.apart) or ()
+
+        def missing(devices: tuple[str, ...]) -> int:
+            return sum(each not in free for each in devices)
+
+        if set(job.held) <= set(could) and missing(job.held) <= missing(wanted):
+            wanted = job.held or wanted
+        held, reason = wanted if job.passed >= PASSES else (), self._why(job, free, usable)
+        if held:
+            self.held |= {each: f"job {job.job} before it waits for" for each in held if each not in self.held}
+        else:
+            self.wanted[job.job] = wanted
+        found = QueueDecision(job.job, QueueAction.WAIT, reason, held=held)
+        self.alike.setdefault((job.request, job.memory), found)
+        return found
+
+    def _why(self, job: Candidate, free: list[str], usable: list[str]) -> str:
+        if not job.request.names:
+            text = f"waits for {job.request}: {len(free)} of {len(self.has.devices)} are free"
+            held = [self.held[each] for each in free if each in self.held]
+            return text + (f", {len(held)} of them {held[0]}" if held else "")
+        busy = self.held | self.taken
+        if names := sorted({*job.request.names} & busy.keys()):
+            return f"waits for {', '.join(names)}, which {busy[names[0]]}"
+        device = next(each for each in sorted(job.request.names) if each not in free)
+        limit, left = self.has.limits.get(device, 0), self.left.get(device, 0)
+        needs = f"needs {format_bytes(job.memory)}, {format_bytes(left)} of {format_bytes(limit)} are free"
+        return f"waits for memory on {device}: {needs}"
 
 
 def why_behind(first: QueueDecision, last: QueueDecision, before: int) -> str:

@@ -35,13 +35,22 @@ from asyncpipe.service.jobs.isolation.job_processes import JobProcesses
 from asyncpipe.service.jobs.isolation.process_run import ProcessRun
 from asyncpipe.service.jobs.job_folder import JOB_ID
 from asyncpipe.service.jobs.job_log import JobLog, JobLogs
-from asyncpipe.service.jobs.job_queue import Candidate, QueueAction, QueueDecision, decisions, why_behind
+from asyncpipe.service.jobs.job_queue import (
+    BACKGROUND_LOAD,
+    Candidate,
+    Capacity,
+    QueueAction,
+    QueueDecision,
+    decisions,
+    why_behind,
+)
 from asyncpipe.service.jobs.job_run import JobRun, MakeTrainer
 from asyncpipe.service.jobs.lost_state import make_ready
 from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.jobs.quotas import Quotas
 from asyncpipe.service.jobs.run_outcome import RunEnding, RunOutcome, next_state
 from asyncpipe.service.jobs.service_metrics import ServiceMetrics
+from asyncpipe.service.jobs.usage import Usage
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import JobStore, StoreError
 from asyncpipe.service.submission.entries import Entries, EntryError
@@ -57,6 +66,9 @@ _logger = logging.getLogger(__name__)
 _ANY_JOB = re.compile(rf"job {JOB_ID.pattern}")
 RETRY_SECONDS = 5.0
 """Seconds before a failed store is tried again; also the longest wait before a failed job is tried again."""
+
+REMEMBERED = 8
+"""Half-lives after which what a user has used is not loaded again: 0.4 % of it would count."""
 
 
 class Manager:
@@ -77,11 +89,13 @@ class Manager:
         self.settings = settings
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(store, settings.folder / "jobs", self._log_failed)
-        self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._is_suspect)
+        usage = Usage(settings.half_life, settings.shares)
+        self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._is_suspect, usage)
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
         launcher = settings.ray.launcher("service") if settings.workers == "ray" else settings.workers
         self.pool = DevicePool(workers=launcher, worker_path=folders, **settings.hangs)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
+        self.hosts.watch(self.jobs.changed.set)
         self.ended = EndedJobs(self.jobs, self.logs.folder, settings.max_queued)
         self.quotas = Quotas(settings, store, self.logs.folder)
         store.admit = self.quotas.admit
@@ -182,21 +196,6 @@ class Manager:
             return "the task scheduler has failed"
         return None if self.jobs.store.is_alive else "the job store's thread has ended"
 
-    def waits_for(self, job: str) -> str | None:
-        """Why a queued job has not started; ``None`` for any other. On the loop."""
-        if job not in self.jobs.queue:
-            return None
-        if self.shutdown is not None:
-            return self.shutdown
-        record = self.jobs.queue.get(job)
-        if record is not None and (held_back := self._held_back()(record)) is not None:
-            return held_back
-        found = list(self._decisions())
-        for each in found:
-            if each.job == job:
-                return each.reason
-        return why_behind(found[0], found[-1], self.jobs.queue.before(job))
-
     @property
     def hung(self) -> int:
         """How many hangs watchdogs have found, and ended."""
@@ -204,17 +203,31 @@ class Manager:
         return self.pool.watchdog.hung + self._hung
 
     def outlook(self, job: str) -> Outlook:
-        """What is known of a job now and is not in its record. The time that it has trained is not part of it.
+        """What ``outlooks`` says of one job."""
+        return self.outlooks([job])[job]
+
+    def outlooks(self, jobs: Sequence[str]) -> Mapping[str, Outlook]:
+        """What is known of each job now and is not in its record. The time that it has trained is not part of it.
 
         On the loop.
         """
-        if (run := self.jobs.running.get(job)) is not None:
-            return run.pace.outlook(run.waits_for)
-        place = self.jobs.queue.before(job) + 1 if job in self.jobs.queue else None
-        reason = self.waits_for(job)
-        if reason is not None and self.settings.others == "none":
-            reason = _ANY_JOB.sub("another job", reason)
-        return Outlook(waits_for=reason, place=place)
+        queue, now, held_back = self.jobs.queue, self._clock(), self._held_back()
+        found = list(self._decisions()) if any(job in queue for job in jobs) else []
+        reasons = {each.job: each.reason for each in found}
+
+        def outlook(job: str) -> Outlook:
+            if (run := self.jobs.running.get(job)) is not None:
+                return run.pace.outlook(run.waits_for)
+            if (record := queue.get(job)) is None:
+                return Outlook()
+            before = queue.before(job, now)
+            reason = self.shutdown or held_back(record) or reasons.get(job)
+            reason = reason or why_behind(found[0], found[-1], before)
+            if self.settings.others == "none":
+                reason = _ANY_JOB.sub("another job", reason)
+            return Outlook(waits_for=reason, place=before + 1)
+
+        return {job: outlook(job) for job in jobs}
 
     # Starting jobs
 
@@ -236,7 +249,8 @@ class Manager:
 
     async def _load(self) -> None:
         """Load what the last process has left, and start the scheduler."""
-        await self.jobs.load(most_crashes=self.settings.max_attempts, resume=self.settings.resume)
+        most, since = self.settings.max_attempts, self._clock() - REMEMBERED * self.settings.half_life
+        await self.jobs.load(most_crashes=most, resume=self.settings.resume, since=since)
         self._scheduler = asyncio.create_task(self._schedule(), name="asyncpipe job scheduler")
 
     async def _watch_store(self) -> None:
@@ -257,23 +271,29 @@ class Manager:
         if self.shutdown is not None:
             return False
         for decision in self._decisions():
+            self.jobs.queue.follow(decision)
             if decision.action is QueueAction.BEGIN:
-                await self._begin(decision.job, decision.reason)
+                await self._begin(decision)
                 return True
         return False
 
     def _decisions(self) -> Iterator[QueueDecision]:
-        waiting = map(self._candidate, self.jobs.queue.first(held_back=self._held_back()))
-        running = (self._candidate(run.record, run.has_snapshot) for run in self.jobs.running.values())
-        most, share, limits = self.settings.max_running, self.settings.share_devices, self.settings.memory_limit
-        return decisions(waiting, running, most, share_devices=share, limits=limits)
+        settings, running, held_back = self.settings, self.jobs.running.values(), self._held_back()
+        has = Capacity(
+            settings.devices, settings.max_running, settings.share_devices, settings.memory_limit, self.hosts.leaving
+        )
+        waiting = (job for job in self.jobs.queue.ordered(self._clock()) if held_back(job) is None)
+        running_now = [self._candidate(run.record, run.has_snapshot) for run in running]
+        return decisions(map(self._candidate, waiting), running_now, has)
 
     def _held_back(self) -> Callable[[JobRecord], str | None]:
         return self.quotas.may_begin(run.record for run in self.jobs.running.values())
 
     def _candidate(self, record: JobRecord, has_snapshot: bool = False) -> Candidate:
         suspect = not has_snapshot and self._is_suspect(record)
-        return Candidate(record.id, frozenset(record.devices), record.memory or 0, suspect)
+        load = BACKGROUND_LOAD if record.is_background else record.weight
+        passed = self.jobs.queue.passed(record.id)
+        return Candidate(record.id, record.request, record.memory or 0, suspect, record.devices, load, *passed)
 
     def _is_suspect(self, record: JobRecord) -> bool:
         """Whether one more crash of the service during this job would put it into quarantine.
@@ -282,13 +302,14 @@ class Manager:
         """
         return self.processes is None and 0 < self.settings.max_attempts - 1 <= record.crashes
 
-    async def _begin(self, job_id: str, reason: str) -> None:
+    async def _begin(self, decision: QueueDecision) -> None:
+        job_id, reason = decision.job, decision.reason
         async with self.jobs.turn(job_id):
             current = self.jobs.queue.get(job_id)
             if current is None or self.shutdown is not None:
                 return
             try:
-                job = job_of(current, self.settings)
+                job = job_of(replace(current, placed=decision.devices), self.settings)
                 make_workload = self.entries.make(current.entry, current.table("parameters"))
                 if changed := await in_thread(lambda: self.entries.changed(current.entry, current.code)):
                     if self.settings.changed_code == "refuse" or current.document.get("code"):
@@ -308,7 +329,7 @@ class Manager:
                     await self.jobs.become(current, JobState.QUARANTINED, lost)
                     return
                 reason += older
-            running = await self.jobs.become(current, JobState.RUNNING, reason)
+            running = await self.jobs.become(current, JobState.RUNNING, reason, placed=decision.devices)
             run = JobRun(running, job, self.metrics.collector_of(running), lambda: self.metrics.retried("step"))
             if self._is_suspect(running):
                 run.on_snapshot = self.jobs.changed.set  # Others may run beside it from then on.

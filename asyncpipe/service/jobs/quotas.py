@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.service.access import Whose
-from asyncpipe.service.job_states import JobRecord, JobState
+from asyncpipe.service.job_states import DeviceRequest, JobRecord, JobState
 from asyncpipe.service.jobs.job_folder import files_of
 from asyncpipe.service.settings.quota_settings import Quota
 from asyncpipe.service.settings.service_settings import ServiceSettings
@@ -47,7 +47,8 @@ class Limit(NamedTuple):
 
 def devices_wanted(document: Mapping[str, Any]) -> int:
     """How many devices a job with this document has when it runs."""
-    return len(set(document.get("pipeline", {}).get("devices", ())))
+    request = DeviceRequest.of(document.get("pipeline", {}).get("devices", ()))
+    return len(set(request.names)) or request.count
 
 
 def devices_of(job: JobRecord) -> int:

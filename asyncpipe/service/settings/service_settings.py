@@ -135,6 +135,10 @@ class ServiceSettings(FolderSettings):
     """bytes of a device for the declared memory of all its jobs; must be a table of bytes by device, as cuda:0=70GiB"""
     share_devices: bool = True
     """whether jobs share a device at a time, or each waits until its devices are free; must be true or false"""
+    half_life: types.Seconds = 7 * 86400.0
+    """after how long half of what a user has used of devices is forgotten; must be a number of seconds above 0"""
+    shares: types.Shares = {}
+    """how much of the devices users may use, 1 by default; must be a table of numbers above 0 by user, as alice=2"""
     isolation: Literal["thread", "process"] | None = None
     """where a job's code runs, by default a process of its own where jobs share no device; must be thread or process"""
     job_memory: types.ByteCount | None = None

@@ -34,6 +34,7 @@ __all__ = [
     "PortNumber",
     "PositiveInteger",
     "Seconds",
+    "Shares",
     "Token",
     "UserNames",
 ]
@@ -149,6 +150,9 @@ EntryTable = Annotated[
     Field(min_length=1, description=_ENTRIES),
 ]
 MemoryLimit = Annotated[dict[str, ByteCount], NoDecode, BeforeValidator(_table)]
+Shares = Annotated[
+    dict[str, Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]], NoDecode, BeforeValidator(_table)
+]
 
 
 # Texts and paths

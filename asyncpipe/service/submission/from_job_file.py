@@ -16,7 +16,7 @@ SET_BY_SERVICE = {"folder", "resume"}
 """Keys of ``[snapshots]`` that a service sets: it has a folder for each job, and always resumes."""
 
 
-FOR_SERVICE = ("tags", "deadline", "priority_class", "weight", "memory", "code")
+FOR_SERVICE = ("tags", "deadline", "priority_class", "weight", "priority", "memory", "code")
 """Keys of ``[service]``."""
 
 
@@ -28,8 +28,10 @@ def read_submission(path: Path, changes: Mapping[str, Any] | None = None) -> tup
     Keys that the file leaves out are left out, so that the service's defaults
     apply. Raises ``JobFileError``.
     """
-    job, service = load_job_for_service(path, changes)
+    job, service, asked = load_job_for_service(path, changes)
     tables = job.model_dump(mode="json", exclude_unset=True)
+    if asked is not None:
+        tables["pipeline"]["devices"] = asked
     ignored = [f"observe.{key}" for key in tables.pop("observe", {})]
     here = [key for key in ("workers", "transport") if tables["pipeline"].pop(key, None) is not None]
     ignored += [f"pipeline.{key}" for key in here]

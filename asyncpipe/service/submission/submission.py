@@ -29,6 +29,8 @@ from pydantic import (
     JsonValue,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -44,6 +46,7 @@ from asyncpipe.service.job_states import (
     MAX_WEIGHT,
     TAG,
     TAG_PATTERN,
+    DeviceRequest,
     JobRecord,
     PriorityClass,
 )
@@ -51,6 +54,7 @@ from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.submission.entries import Entries
 from asyncpipe.train.job_file import (
     AUTO,
+    MOST_DEVICES,
     FaultTable,
     Job,
     StagesTable,
@@ -58,10 +62,12 @@ from asyncpipe.train.job_file import (
     check_overlap,
     check_replicas,
 )
+from asyncpipe.train.pipeline_table import Devices, devices_of_rows
 from asyncpipe.train.validation import StrictModel, WrongKey, set_key, shown, wrong_keys
 
 __all__ = [
     "Amendment",
+    "AnyDevices",
     "SnapshotChoices",
     "Submission",
     "SubmissionError",
@@ -81,9 +87,9 @@ MOST_MICROBATCHES = 4096
 MOST_STAGES = 1024
 MOST_ACTIONS = 2**16
 """Stages times micro-batches; a task graph of this size takes a second or two to build."""
-MOST_DEVICES = 1024
 MOST_RETRIES = 1000
 LONGEST_SCHEDULE = 200
+MOST_PRIORITY = 100
 MOST_BYTES = 64 * 1024
 """Of a whole submission as JSON."""
 
@@ -137,19 +143,65 @@ _WEIGHT = f"must be a number above 0, up to {MAX_WEIGHT:g}"
 _TAGS = f"must be a list of up to {MAX_TAGS} tags, each {TAG}"
 _DEADLINE = "must be a Unix time in seconds, before the year 10000"
 _MEMORY = "must be a number of bytes, as 8589934592 or 8GiB"
+_DEVICES = (
+    'must be a list of at least one device name, such as ["cuda:0", "cuda:1"], or how many of any, as 2 or {count = 2}'
+)
 
+Memory = Annotated[int, BeforeValidator(_bytes), Field(gt=0, description=_MEMORY)]
+Priority = Annotated[int, _up_to(MOST_PRIORITY, least=-MOST_PRIORITY)]
 Weight = Annotated[float, Field(gt=0, le=MAX_WEIGHT, allow_inf_nan=False, description=_WEIGHT)]
 Tag = Annotated[str, Field(pattern=f"^{TAG_PATTERN}$", description=f"must be {TAG}")]
 Tags = Annotated[list[Tag], AfterValidator(_once), Field(max_length=MAX_TAGS, description=_TAGS)]
 
 
+class AnyDevices(StrictModel):
+    """``pipeline.devices`` of a job that names none: the queue chooses them when the job begins."""
+
+    count: Annotated[int, _up_to(MOST_DEVICES)]
+    memory: Memory | None = Field(default=None, exclude=True)
+    """Becomes the submission's ``memory``."""
+    hosts: Annotated[int, _up_to(MOST_DEVICES)] | None = None
+    """The most hosts that they may be on; absent: any number."""
+
+
+_NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(Devices)
+
+
 class SubmittedPipeline(StagesTable):
-    """``pipeline``: as in a job file, but with the operator's devices, workers and registered schedules only."""
+    """``pipeline``: as in a job file, but with the operator's devices, workers and registered schedules only.
+
+    ``devices`` may be how many of any.
+    """
 
     replicas: Annotated[int, _up_to(MOST_DEVICES)] = 1
+    devices: tuple[str, ...] | AnyDevices = Field(description=_DEVICES)  # type: ignore[assignment]
     microbatches: Annotated[int, _up_to(MOST_MICROBATCHES)] = 8
     schedule: Annotated[str, BeforeValidator(_named_schedule)] = "1f1b"
     stages: Annotated[int, _up_to(MOST_STAGES)] | None = None
+
+    @field_validator("devices", mode="wrap")
+    @classmethod
+    def _read_devices(cls, given: Any, _: object, info: ValidationInfo) -> tuple[str, ...] | AnyDevices:
+        replicas = info.data.get("replicas")
+        if isinstance(given, list | tuple):
+            return _NAMES.validate_python(devices_of_rows(given, replicas))
+        if type(given) is not int and not isinstance(given, dict | AnyDevices):
+            raise ValueError(_DEVICES)
+        found = AnyDevices.model_validate({"count": given} if type(given) is int else given)
+        if replicas and found.count % replicas:
+            raise ValueError(f"must be as many for each of the {replicas} replicas, which {found.count} are not")
+        return found
+
+    @property
+    def request(self) -> DeviceRequest:
+        """The devices that it asks for."""
+        return DeviceRequest.of(self.devices if isinstance(self.devices, tuple) else dict(self.devices))
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The devices of the first replica; some names in their place, if it asks for any."""
+        wanted = self.request
+        return (wanted.names or ("any",) * wanted.count)[: wanted.count // self.replicas]
 
 
 class SubmittedTraining(TrainingTable):
@@ -182,17 +234,24 @@ class Submission(StrictModel):
     priority_class: PriorityClass = Field(default=PriorityClass.FOREGROUND, description=_CLASS)
     weight: Weight = 1.0
     """Its share of the devices' time, relative to other foreground jobs."""
+    priority: Priority = 0
+    """Its place among the queued jobs of its class and user: higher ones come first."""
     tags: Tags = Field(default_factory=list)
     """Words by which it is found."""
     deadline: float | None = Field(default=None, gt=0, lt=LAST_DEADLINE, allow_inf_nan=False, description=_DEADLINE)
     """The Unix time at which the job fails unless it has ended."""
-    memory: Annotated[int, BeforeValidator(_bytes)] | None = Field(default=None, gt=0, description=_MEMORY)
+    memory: Memory | None = None
     """The bytes that it needs at most on each of its devices."""
     code: str | None = Field(default=None, pattern="^[0-9a-f]{8,64}$", description=_CODE)
     """The hash of its entry's content, or how it begins: with another content it neither is taken nor begins."""
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
+        declared = getattr(self.pipeline.devices, "memory", None)
+        if declared is not None and self.memory not in (None, declared):
+            other = f"memory is {format_bytes(self.memory or 0)}"
+            raise ValueError(f"pipeline.devices.memory: is {format_bytes(declared)}, and {other}; leave one out")
+        object.__setattr__(self, "memory", self.memory if declared is None else declared)
         check_overlap(self.training, self.faults)
         check_replicas(self.pipeline, self.training)
         return self
@@ -203,6 +262,7 @@ class Amendment(StrictModel):
 
     priority_class: PriorityClass | None = Field(default=None, strict=False, description=_CLASS)
     weight: Weight | None = None
+    priority: Priority | None = None
     tags: Tags | None = None
 
 
@@ -215,10 +275,10 @@ def check_submission(submission: SubmissionInput, settings: ServiceSettings, ent
     Raises ``SubmissionError``. Takes well under a millisecond, unless a plug-in has to be imported for its schedule.
     """
     read = _read(submission, settings, entries)
-    problems = [*_wrong_entry(read.entry, read.parameters, entries), *_wrong_devices(read.pipeline.devices, settings)]
+    problems = [*_wrong_entry(read.entry, read.parameters, entries), *_wrong_devices(read.pipeline.request, settings)]
     problems += [*_wrong_faults(read.faults), *_wrong_for_workers(read.training, settings)]
-    problems += _wrong_memory(read.memory, read.pipeline.devices, settings)
-    if len(read.pipeline.devices) <= len(settings.devices):
+    problems += _wrong_memory(read.memory, read.pipeline.request, settings)
+    if read.pipeline.request.count <= len(settings.devices):
         problems += _wrong_schedule(read.pipeline)
     document = read.model_dump(mode="json", exclude={"code"} if read.code is None else None)
     if (size := len(json.dumps(document))) > MOST_BYTES and not problems:
@@ -229,7 +289,7 @@ def check_submission(submission: SubmissionInput, settings: ServiceSettings, ent
 
 
 def check_amendment(**changes: Any) -> dict[str, Any]:
-    """Those of ``changes`` that are not ``None``, of the priority class, the weight or the tags.
+    """Those of ``changes`` that are not ``None``, of the priority class, the weight, the priority or the tags.
 
     Raises ``SubmissionError``.
     """
@@ -312,7 +372,7 @@ def _wrong_for_service(text: str | bytes, settings: ServiceSettings, entries: En
         case {"pipeline": {"devices": [*rows]}}:
             devices = [device for row in rows for device in (row if isinstance(row, list) else [row])]
             if all(isinstance(device, str) for device in devices):
-                yield from _wrong_devices(devices, settings)
+                yield from _wrong_devices(DeviceRequest.of(devices), settings)
 
 
 def _wrong_entry(entry: str, parameters: Mapping[str, Any], entries: Entries) -> Iterator[WrongKey]:
@@ -322,12 +382,14 @@ def _wrong_entry(entry: str, parameters: Mapping[str, Any], entries: Entries) ->
         yield from entries.validate(entry, parameters)
 
 
-def _wrong_devices(devices: Sequence[str], settings: ServiceSettings) -> Iterator[WrongKey]:
+def _wrong_devices(request: DeviceRequest, settings: ServiceSettings) -> Iterator[WrongKey]:
     there = Counter(settings.devices)
-    if len(devices) > len(settings.devices):
-        yield WrongKey("pipeline.devices", f"must be at most {len(settings.devices)}, got {len(devices)}")
+    if request.count > len(settings.devices):
+        yield WrongKey("pipeline.devices", f"must be at most {len(settings.devices)}, got {request.count}")
         return
-    for device, wanted in Counter(devices).items():
+    if not request.names and not request.fits(settings.devices):
+        yield WrongKey("pipeline.devices.hosts", f"must be more: so few hosts have no {request.count} devices")
+    for device, wanted in Counter(request.names).items():
         if device not in there:
             known = ", ".join(there)
             yield WrongKey("pipeline.devices", f"must be devices of this service: {known}; got {shown(device)}")
@@ -342,12 +404,16 @@ def _wrong_faults(faults: FaultTable) -> Iterator[WrongKey]:
             yield WrongKey(f"faults.{key}", f"must be an integer up to {MOST_RETRIES}, got {shown(value)}")
 
 
-def _wrong_memory(memory: int | None, devices: Sequence[str], settings: ServiceSettings) -> list[WrongKey]:
-    """The declared memory, if it does not fit on a device."""
-    limit, device = min(((settings.memory_limit.get(device, inf), device) for device in devices), default=(inf, ""))
-    if memory is None or memory <= limit:
+def _wrong_memory(memory: int | None, request: DeviceRequest, settings: ServiceSettings) -> list[WrongKey]:
+    """The declared memory, if it does not fit on a device, or not on enough of them."""
+    names = request.names or settings.devices
+    limits = sorted((settings.memory_limit.get(device, inf), device) for device in names)
+    if memory is None or request.fits([device for limit, device in limits if memory <= limit]):
         return []
-    rule = f"must be at most {format_bytes(limit)}, which jobs may have of {device}"
+    if request.names:
+        rule = f"must be at most {format_bytes(limits[0][0])}, which jobs may have of {limits[0][1]}"
+    else:
+        rule = "must be less: too few devices of this service have as much for jobs (memory_limit)"
     return [WrongKey("memory", f"{rule}; got {format_bytes(memory)}")]
 
 
@@ -394,7 +460,7 @@ def job_of(record: JobRecord, settings: ServiceSettings) -> Job:
     Its error messages begin with ``job ID``. Raises ``SubmissionError`` for a document that another version of
     asyncpipe stored and this one cannot read, and for a job whose declared memory no longer fits.
     """
-    if problems := _wrong_memory(record.memory, record.devices, settings):
+    if problems := _wrong_memory(record.memory, DeviceRequest.of(record.devices), settings):
         raise SubmissionError(problems)
     folder = settings.folder / "jobs" / record.id
     observe = {"tensorboard": str(folder / "tensorboard")} if settings.tensorboard else {}
@@ -403,7 +469,7 @@ def job_of(record: JobRecord, settings: ServiceSettings) -> Job:
     tables = {
         "name": record.name,
         "job": {"entry": record.entry, "parameters": record.table("parameters")},
-        "pipeline": {**record.table("pipeline"), "workers": settings.workers},
+        "pipeline": {**record.table("pipeline"), "devices": record.devices, "workers": settings.workers},
         "training": record.table("training"),
         "faults": record.table("faults"),
         "snapshots": {**record.table("snapshots"), "folder": str(folder / "snapshots"), "resume": True},

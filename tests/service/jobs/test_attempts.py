@@ -39,13 +39,13 @@ async def test_the_last_attempt_is_alone_until_its_snapshot_so_that_no_other_job
         await until(lambda: greedy in jobs.running)
         other = (await service.submit("other", **LONG)).id
         # The other one has done nothing, and begins before the second suspect, but not beside the first.
-        await until(lambda: service.manager.waits_for(other))
-        assert "which runs alone until its next snapshot" in service.manager.waits_for(other)
+        await until(lambda: service.manager.outlook(other).waits_for)
+        assert "which runs alone until its next snapshot" in service.manager.outlook(other).waits_for
         assert list(jobs.running) == [greedy]
         await until(lambda: fakes.made["greedy"])
         fakes["greedy"].go(5)
         await until(lambda: other in jobs.running)
-        assert "waits to run alone" in service.manager.waits_for(innocent)
+        assert "waits to run alone" in service.manager.outlook(innocent).waits_for
         await until(lambda: jobs.running[greedy].record.crashes == 2)
     async with JobStore(tmp_path / "jobs.sqlite3") as store:
         assert [(await store.get(job)).crashes for job in (greedy, innocent)] == [0, 2]
@@ -69,8 +69,8 @@ async def test_a_job_that_waits_to_run_alone_is_not_overtaken_for_ever(tmp_path,
         jobs = service.manager.jobs
         await until(lambda: fakes.made["other"])
         later = [(await service.submit("later", **LONG)).id for _ in range(3)]
-        await until(lambda: all(map(service.manager.waits_for, later)))
-        assert "waits to run alone" in service.manager.waits_for(suspect)
+        await until(lambda: all(service.manager.outlook(job).waits_for for job in later))
+        assert "waits to run alone" in service.manager.outlook(suspect).waits_for
         assert list(jobs.running) == [other], "who came before it runs, and nobody who came later passes"
         await jobs.cancel(other, "enough")
         await until(lambda: suspect in jobs.running and fakes.made["suspect"])
@@ -105,19 +105,22 @@ async def test_a_job_that_was_asked_to_end_is_not_quarantined_and_nothing_goes_o
         await until(lambda: waited in service.manager.jobs.running)
 
 
-async def test_a_job_waits_for_the_memory_that_others_have_declared(tmp_path):
+async def test_a_job_waits_for_the_memory_that_others_have_declared(tmp_path, monkeypatch):
     async with opened(tmp_path, memory_limit={"cpu:0": "3 GiB"}, max_running=4) as service:
         first, second = [(await service.submit(name, memory="2 GiB", **LONG)).id for name in ("first", "second")]
-        small = (await service.submit("small", memory="1 GiB", **LONG)).id
         await until(lambda: first in service.control.running)
-        reason = "waits for memory on cpu:0: needs 2 GiB, 1 GiB of 3 GiB are free"
-        assert service.manager.waits_for(second) == reason
-        assert "before it waits for" in service.manager.waits_for(small)  # So that the second one does not starve.
+        monkeypatch.setattr(job_queue, "PASSES", 1)
+        passing, small = [(await service.submit(name, memory="512 MiB", **LONG)).id for name in ("passing", "small")]
+        await until(lambda: passing in service.control.running)
+        reason = "waits for memory on cpu:0: needs 2 GiB, 512 MiB of 3 GiB are free"
+        assert service.manager.outlook(second).waits_for == reason
+        assert "before it waits for" in service.manager.outlook(small).waits_for
         await service.control.cancel(first, "enough")
         await until(lambda: {second, small} <= service.control.running.keys())
 
 
-async def test_jobs_that_share_no_device_wait_until_all_of_theirs_are_free(tmp_path):
+async def test_jobs_that_share_no_device_wait_until_all_of_theirs_are_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_queue, "PASSES", 0)
     devices = ["cpu:0", "cpu:1", "cpu:2"]
     async with opened(tmp_path, devices=devices, share_devices=False, max_running=4) as service:
         pipelines = [
@@ -128,13 +131,13 @@ async def test_jobs_that_share_no_device_wait_until_all_of_theirs_are_free(tmp_p
         ]
         jobs = service.manager.jobs
         await until(lambda: first in jobs.running)
-        assert service.manager.waits_for(both) == f"waits for cpu:0, which job {first} has to itself"
-        assert service.manager.waits_for(last) == f"waits for cpu:1, which job {both} before it waits for"
+        assert service.manager.outlook(both).waits_for == f"waits for cpu:0, which job {first} has to itself"
+        assert service.manager.outlook(last).waits_for == f"waits for cpu:1, which job {both} before it waits for"
         await until(lambda: free in jobs.running)
         assert last not in jobs.running  # Its device is free, and belongs to the one before it.
         await jobs.cancel(first, "enough")
         await until(lambda: both in jobs.running)
-        assert service.manager.waits_for(last) == f"waits for cpu:1, which job {both} has to itself"
+        assert service.manager.outlook(last).waits_for == f"waits for cpu:1, which job {both} has to itself"
 
 
 def test_where_jobs_run_follows_from_what_they_share(tmp_path):

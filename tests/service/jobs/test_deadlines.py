@@ -72,7 +72,7 @@ async def test_class_and_weight_are_changed_wherever_a_job_is(tmp_path):
         assert (share.job, share.weight, share.background) == (first.id, 5, True)
         changed = await control.amend(old.id, priority_class="background", tags=["slow"])
         assert (changed.is_background, changed.tags) == (True, ("slow",))
-        assert service.manager.waits_for(old.id) == "max_running 1 is reached; 1 before it"
+        assert service.manager.outlook(old.id).waits_for == "max_running 1 is reached; 1 before it"
         service.fakes["first"].go()
         await service.comes(new.id, RUNNING)
         await service.comes(first.id, FINISHED)

@@ -42,9 +42,9 @@ async def test_jobs_begin_in_order_and_no_more_than_may(tmp_path):
             record = await service.submit(name, priority_class=priority)
             assert record.priority_class is PriorityClass(priority)
         ids = {record.name: record.id for record in await service.store.list()}
-        assert service.manager.waits_for(ids["new"]) == "max_running 1 is reached"
-        assert service.manager.waits_for(ids["old"]) == "max_running 1 is reached; 2 before it"
-        assert service.manager.waits_for(ids["first"]) is None
+        assert service.manager.outlook(ids["new"]).waits_for == "max_running 1 is reached"
+        assert service.manager.outlook(ids["old"]).waits_for == "max_running 1 is reached; 2 before it"
+        assert service.manager.outlook(ids["first"]).waits_for is None
         for name in ("first", "new", "newer", "old"):
             await until(lambda name=name: service.fakes.made[name])
             assert [run.record.name for run in service.manager.jobs.running.values()] == [name]
@@ -216,7 +216,7 @@ async def test_what_ran_goes_on_by_itself_after_a_restart(tmp_path):
         assert await service.path(job.id) == ["queued", "running", "queued"]
         record = await service.store.get(job.id)
         assert (record.cause, record.snapshot) == ("SIGTERM", "step-2")
-        assert service.manager.waits_for(job.id) == "SIGTERM"
+        assert service.manager.outlook(job.id).waits_for == "SIGTERM"
         assert not service.manager.jobs.running
         late = await service.submit("late")
         await asyncio.sleep(0)

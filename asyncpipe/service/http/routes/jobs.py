@@ -81,7 +81,7 @@ async def cancel(service: Service, job: JobId, cause: Cause) -> models.JobDetail
 
 @router.patch("/{id}")
 async def amend(service: Service, job: JobId, asked: Amendment) -> models.JobDetails:
-    """Change the priority class, weight or tags of a job."""
+    """Change the priority class, weight, priority or tags of a job."""
     return await details(service, await service.amend(job, **dict(asked)))
 
 

@@ -59,8 +59,9 @@ export function complain(text) {
 }
 $('dismiss').addEventListener('click', () => { complain(''); document.querySelector('h1').focus(); });
 
-// By replica: 'cpu:0, cpu:1 | cpu:2, cpu:3'.
-export function devicesText({ devices, replicas }) {
+// By replica: 'cpu:0, cpu:1 | cpu:2, cpu:3'; what it asks for, if the queue has yet to choose them: 'any 2'.
+export function devicesText({ devices, replicas, state, asks_for: asked }) {
+  if (asked?.startsWith('any ') && (state === 'queued' || !devices?.length)) return asked;
   return (devices ?? []).map((device, i) => (i ? i % (devices.length / (replicas ?? 1)) ? ', ' : ' | ' : '') + device).join('');
 }
 

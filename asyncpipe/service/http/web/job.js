@@ -50,7 +50,7 @@ function showFacts() {
     ['Devices', devicesText(job)],
     ['Schedule', job.schedule ?? ''],
     ['Entry', job.entry],
-    ['Class', job.priority_class + (job.weight === 1 ? '' : `, weight ${job.weight}`)],
+    ['Class', job.priority_class + (job.weight === 1 ? '' : `, weight ${job.weight}`) + (job.priority ? `, priority ${job.priority}` : '')],
     ['Tags', job.tags.join(', ')],
     ['Deadline', deadline ? time(deadline) : ''],
     ['Snapshot', job.snapshot ?? ''],

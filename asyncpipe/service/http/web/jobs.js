@@ -119,7 +119,7 @@ function fillRow(row, job) {
   write(part('.tags'), job.tags.join(', '));
   write(part('.facts'), [
     job.entry, job.schedule, job.replicas > 1 ? count(job.replicas, 'replica') : '',
-    places.length > 2 ? count(places.length, 'device') : devicesText(job),
+    places.length > 2 && job.state !== 'queued' ? count(places.length, 'device') : devicesText(job),
     job.priority_class === 'background' ? 'background' : '', ago(job.updated),
   ].filter(Boolean).join(' · '));
   write(part('.state'), job.asked ? `${job.state}, to be ${job.asked}` : job.state);
