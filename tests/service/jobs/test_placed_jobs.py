@@ -86,12 +86,12 @@ async def test_a_job_that_goes_on_elsewhere_has_the_bits_of_an_undisturbed_run(t
             return (await jobs.submit(check_submission(asked | changed, settings, entries), None))[0].id
 
         async def steps(job, count):
-            while (await store.get(job)).step < count:
+            while (await store.get(job)).step < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)  # It leaves the processor to the job.
 
         async def stop(job):
             await jobs.pause(job, "a break")
-            while (record := await store.get(job)).state is not JobState.PAUSED:
+            while (record := await store.get(job)).state is not JobState.PAUSED:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             return record
 
