@@ -74,7 +74,10 @@ def trace(seed: int, jobs: int, users: int, devices: Sequence[str], load: float,
         for _ in range(sweep):
             seconds = random.lognormvariate(0.0, SIGMA) * size**0.5
             drawn.append(Ask("", f"user {user}", at + random.uniform(0.0, 60.0), size, seconds, favourites))
-    scale = load * week * len(devices) / sum(each.seconds * each.devices for each in drawn)
+    scale = 1.0
+    for _ in range(20):  # What is cut off of the longest ones goes to the others.
+        cut = sum(min(each.seconds * scale, LONGEST) * each.devices for each in drawn)
+        scale *= load * week * len(devices) / cut
     drawn.sort(key=lambda each: each.at)
     return [
         replace(each, job=f"{number:05}", seconds=min(max(each.seconds * scale, 5.0), LONGEST))

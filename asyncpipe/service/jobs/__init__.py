@@ -4,6 +4,8 @@
 
     manager.py             starts queued jobs and records how their runs end. Start here.
     job_queue.py           the order of queued jobs, and which may begin: pure
+    placement.py           on which devices a job begins that names none: pure
+    usage.py               what users have used of the devices: pure
     deadlines.py           jobs that have to end by a time
     job_run.py             one run of a job
     run_outcome.py         how it ended, and the job's next state: pure
