@@ -286,7 +286,7 @@ class _Floor:
             if job.passed < PASSES:
                 self.wanted[job.job] = like.held or self.wanted[like.job]
             return QueueDecision(job.job, QueueAction.WAIT, like.reason)
-        there = [each for each in self.has.devices if request.names or each not in self.has.drained]
+        there = request.names or [each for each in self.has.devices if each not in self.has.drained]
         free = [each for each in there if each not in self.taken and job.memory <= self.left.get(each, job.memory)]
         usable = [each for each in free if each not in self.held]
         # What jobs before it would have is chosen last.
@@ -296,10 +296,12 @@ class _Floor:
             passes = tuple(each for each, devices in self.wanted.items() if not set(placed).isdisjoint(devices))
             reason = "it is its turn" + ("" if request.names else f", {why_there(placed, self.load, self.left)}")
             return QueueDecision(job.job, QueueAction.BEGIN, reason, placed, passes)
-        return self._wait(job, there, free, usable)
+        fitting = [each for each in self.has.devices if job.memory <= self.has.limits.get(each, job.memory)]
+        if not request.names and not request.fits(fitting):  # The service had more when it was submitted.
+            return QueueDecision(job.job, QueueAction.BEGIN, "it can never be placed")
+        return self._wait(job, [each for each in there if each in fitting], free, usable)
 
-    def _wait(self, job: Candidate, there: list[str], free: list[str], usable: list[str]) -> QueueDecision:
-        could = [each for each in there if job.memory <= self.has.limits.get(each, job.memory)]
+    def _wait(self, job: Candidate, could: list[str], free: list[str], usable: list[str]) -> QueueDecision:
         wanted = place(job.request, could, {each: 1.0 for each in could if each not in free}, self.has.apart) or ()
 
         def missing(devices: tuple[str, ...]) -> int:

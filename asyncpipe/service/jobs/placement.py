@@ -13,7 +13,6 @@ question always has the same answer.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -53,60 +52,52 @@ def place(
         return request.names
     free = [device for device in usable if not load.get(device)]
     among = free if request.fits(free) else list(usable)
-    best = min(_choices(request, among, load, apart))[-1]
+
+    def worse(choice: _Choice) -> tuple[int, int, float, int, float, list[int]]:
+        chosen, left = choice
+        names = [among[at] for at in chosen]
+        used = [load.get(name, 0.0) for name in names]
+        far = sum(apart(*pair) for pair in pairwise(names) if host_of(pair[0]) == host_of(pair[1]))
+        return sum(map(bool, used)), len(set(map(host_of, names))), far, left, sum(used), chosen
+
+    best, _ = min(_choices(request, among, load, apart), key=worse)
     return tuple(among[at] for at in best)
 
 
-_Choice: TypeAlias = tuple[int, int, float, int, float, list[int]]
+_Choice: TypeAlias = tuple[list[int], int]
+"""Positions among the devices, and how many others their host has left."""
 
 
 def _choices(
     request: DeviceRequest, among: Sequence[str], load: Mapping[str, float], apart: Apart
 ) -> Iterator[_Choice]:
-    """The choices worth to compare, as positions in ``among``, each behind what makes it worse."""
+    """The choices that are worth to be compared."""
     hosts: dict[str, list[int]] = {}
     for at, device in enumerate(among):
         hosts.setdefault(host_of(device), []).append(at)
-
-    def choice(chosen: list[int], left: int) -> _Choice:
-        names = [among[at] for at in sorted(chosen)]
-        used = [load.get(name, 0.0) for name in names]
-        far = sum(apart(one, other) for one, other in pairwise(names) if host_of(one) == host_of(other))
-        return sum(map(bool, used)), len(set(map(host_of, names))), far, left, sum(used), sorted(chosen)
-
-    def worse(at: int) -> tuple[bool, float]:
-        return bool(load.get(among[at])), load.get(among[at], 0.0)
-
+    used = [load.get(device, 0.0) for device in among]
     for here in hosts.values():
         if len(here) >= request.count:
             for first in here:
-
-                def order(at: int, first: int = first) -> tuple[bool, float, float, int]:
-                    busy, wanted = worse(at)
-                    return busy, apart(among[first], among[at]), wanted, at
-
-                yield choice(sorted(here, key=order)[: request.count], len(here) - request.count)
+                order = sorted((used[at] > 0, apart(among[first], among[at]), used[at], at) for at in here)
+                yield sorted(at for *_, at in order[: request.count]), len(here) - request.count
     # Over several hosts: the fullest ones whole, and of the others the smallest that has enough.
     chosen: list[int] = []
     rest = sorted(hosts.values(), key=len, reverse=True)
     while rest and len(chosen) < request.count:
         missing = request.count - len(chosen)
         here = rest.pop(max((n for n, each in enumerate(rest) if len(each) >= missing), default=0))
-        chosen += sorted(here, key=worse)[:missing]
-    yield choice(chosen, 0)
+        chosen += sorted(here, key=lambda at: used[at])[:missing]
+    yield sorted(chosen), 0
 
 
 def why_there(devices: Sequence[str], load: Mapping[str, float], left: Mapping[str, int]) -> str:
     """Where a job has been placed, and why there; ``left`` are the bytes that jobs may still have of each device."""
-    names = f"{', '.join(devices[:-1])} and {devices[-1]}" if len(devices) > 1 else devices[0]
-    hosts = Counter(map(host_of, devices))
-    free = not any(load.get(device) for device in devices)
-    words = ["free" if free else "the least loaded"]
-    if len(hosts) == 1 and len(devices) > 1 and all(index_apart(*pair) <= 1 for pair in pairwise(devices)):
-        words.append("neighbours")
-    text = f"on {names}: {' '.join(words)}"
-    if len(hosts) > 1:
-        text += f", on {len(hosts)} hosts"
-    if known := [left[device] for device in devices if device in left]:
-        text += f", {format_bytes(min(known))} left on each" if len(devices) > 1 else f", {format_bytes(known[0])} left"
-    return text
+    *others, last = devices
+    names = f"{', '.join(others)} and {last}" if others else last
+    is_free, hosts = not any(load.get(device) for device in devices), set(map(host_of, devices))
+    near = bool(others) and len(hosts) == 1 and all(index_apart(*pair) <= 1 for pair in pairwise(devices))
+    text = f"on {names}: {'free' if is_free else 'the least loaded'}" + " neighbours" * near
+    text += f", on {len(hosts)} hosts" * (len(hosts) > 1)
+    known = [left[device] for device in devices if device in left]
+    return text + (f", {format_bytes(min(known))} left" + " on each" * bool(others) if known else "")

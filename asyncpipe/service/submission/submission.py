@@ -458,9 +458,12 @@ def job_of(record: JobRecord, settings: ServiceSettings) -> Job:
     """The job to run for ``record``, with its snapshots in the service's folder, resuming from the newest one.
 
     Its error messages begin with ``job ID``. Raises ``SubmissionError`` for a document that another version of
-    asyncpipe stored and this one cannot read, and for a job whose declared memory no longer fits.
+    asyncpipe stored and this one cannot read, and for a job that no longer fits the devices or their memory.
     """
-    if problems := _wrong_memory(record.memory, DeviceRequest.of(record.devices), settings):
+    problems = _wrong_memory(record.memory, record.request, settings)
+    if not record.request.names:
+        problems += _wrong_devices(record.request, settings)
+    if problems:
         raise SubmissionError(problems)
     folder = settings.folder / "jobs" / record.id
     observe = {"tensorboard": str(folder / "tensorboard")} if settings.tensorboard else {}

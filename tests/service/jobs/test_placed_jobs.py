@@ -112,6 +112,15 @@ async def test_a_job_that_goes_on_elsewhere_has_the_bits_of_an_undisturbed_run(t
     assert_same_end(summary.snapshot, folder / summary.snapshot.name)
 
 
+async def test_a_job_that_no_device_can_have_any_more_fails_and_says_so(tmp_path):
+    async with opened(tmp_path, devices=FOUR, max_running=1) as service:
+        await service.running("first")
+        job = await service.submit("second", pipeline=pipeline(3))
+    async with opened(tmp_path, devices=FOUR[:2]) as service:
+        record = await service.comes(job.id, JobState.FAILED)
+        assert record.cause == "cannot be built: pipeline.devices: must be at most 2, got 3"
+
+
 async def test_eight_jobs_of_one_user_do_not_delay_those_of_others(tmp_path):
     async with opened(tmp_path, max_running=2) as service:
 
