@@ -212,7 +212,7 @@ def test_equal_jobs_begin_first_come_first_served(count):
 
 
 def test_jobs_that_want_the_same_do_not_hide_others():
-    alike = [Candidate(f"{number}", DeviceRequest(1, ("cuda:0",))) for number in range(400)]
+    alike = [Candidate(f"{number}", DeviceRequest(1, ("cuda:0",))) for number in range(100)]
     other = Candidate("other", DeviceRequest(1))
     has = Capacity(["cuda:0", "cuda:1"], 99, share_devices=False)
     *waits, last = decisions([*alike, other], [Candidate("r", alike[0].request, devices=("cuda:0",))], has)
