@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.usefixtures("no_leaks")]
 FOR_ALL = {
     "/v1/jobs": "only jobs that one sees",
     "/v1/counts": "only of jobs that one sees",
+    "/v1/failures": "only jobs that one sees",
     "/v1/workers": "only jobs that one sees",
     "/v1/workers/{host}/drain": "by operators",
     "/v1/workers/{host}/undrain": "by operators",
@@ -194,6 +195,10 @@ async def test_lists_names_and_counts_have_only_what_one_sees(tmp_path: Path) ->
         for who, jobs in ((alice, []), (carol, [ids[3]]), (operator, [ids[3], ids[2]])):
             workers = (await api.ask("GET", "/v1/workers", **who))[1]["workers"]
             assert [each["jobs"] for each in workers] == [jobs] * 2
+        # How jobs have failed.
+        await api.service.store.transition(ids[3], JobState.FAILED, "because", root="ValueError: carol's")
+        for who, number in ((alice, 0), (carol, 1), (operator, 1)):
+            assert len((await api.ask("GET", "/v1/failures", **who))[1]["failures"]) == number
 
 
 async def test_each_user_has_idempotency_keys_of_his_own(tmp_path: Path) -> None:
