@@ -55,6 +55,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "shards": ("bytes of the states of an optimizer in shards, by replica", ()),
+    "sharing_processes": (
+        "jobs that share emulated devices, on threads and in a process each: cost alone, weights, a background job",
+        (),
+    ),
     "task_cost": (
         "processor time of F, B and C beyond torch, on a CPU and on emulated streams, and of its parts",
         ("device", "steps"),

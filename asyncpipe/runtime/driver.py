@@ -41,6 +41,7 @@ from asyncpipe.core.graph.task_graph import Phase, TaskGraph
 from asyncpipe.core.hangs.reports import PartReport, RunningReport, SeenWorker, WorkerReport
 from asyncpipe.core.hangs.roots import hang_roots
 from asyncpipe.core.policies.policy import MakePolicy
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.step_notes import StepNotes
 from asyncpipe.core.records.step_record import remove_record
 from asyncpipe.errors import AsyncpipeError, HungTaskError, InvalidTransition, PolicyError
@@ -50,6 +51,7 @@ from asyncpipe.runtime.executor import Assignment, Executor, JoinsInTime, Replac
 from asyncpipe.runtime.program_run import RunsPrograms
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.step_driver import StepDriver, Tenant
+from asyncpipe.runtime.turn_taking import TurnTaking
 from asyncpipe.runtime.watchdog import Suspect
 
 __all__ = ["Driver", "tasks_ahead"]
@@ -118,6 +120,8 @@ class Driver(StepDriver[Execution]):
         """Whose steps are that nobody is named for."""
         self._aborting = threading.RLock()
         """For ``StepAbort``."""
+        self.turns: TurnTaking | None = None
+        """Knows whose task is next on devices that other processes use as well."""
 
     def open(self) -> None:
         """Start the executors and bind the driver to the running loop."""
@@ -186,11 +190,16 @@ class Driver(StepDriver[Execution]):
         executors = [self._executors[lane.device] for lane in graph.lanes]
         abort = StepAbort(self._next_number if number is None else number, self._aborting)
         execution = Execution(abort, graph, bind, around, notes or StepNotes(), tenant, executors)
+        share, parts = tenant.share, 0
+        if self.turns is not None:
+            # Where others use the devices, somebody else decides; where nobody does, there is nothing to decide.
+            execution.seat, parts = (seat := self.turns.seat), int(seat is not None)
+            share = share if parts else Share()
         self._begin(execution, after)
         self._tenants[tenant] = None
         by_program = all(isinstance(executor, RunsPrograms) for executor in set(executors))
         try:
-            self._handle(StepSubmitted(execution.number, graph, tenant.share, by_program, execution.follows))
+            self._handle(StepSubmitted(execution.number, graph, share, by_program, execution.follows, parts))
         except InvalidTransition:
             del self._under_way[execution.number]
             raise
@@ -392,12 +401,20 @@ class Driver(StepDriver[Execution]):
                     at = now
                 handled_at = at if at > handled_at else handled_at
                 commands += self.scheduler.handle(event, handled_at)
+                if self.turns is not None:
+                    self.turns.happened(event)
         except BaseException as error:
             self._break(error)
             raise
         self._handled_at = handled_at
         self._proceed(commands, now)
+        if self.turns is not None:
+            self.turns.flush()
         self._wakeups.append((late, self._clock() - now))
+
+    def hand_over(self, tasks: Sequence[Dispatch]) -> None:
+        """Have devices run tasks whose turn has come."""
+        self._proceed([each for each in tasks if each.step in self._under_way], self._clock())
 
     def _handle(self, event: Event) -> None:
         now = self._handled_at = max(self._handled_at, self._clock())
@@ -463,12 +480,25 @@ class Driver(StepDriver[Execution]):
 
     def _run_programs(self, execution: Execution) -> None:
         graph = execution.graph
+        before = None if execution.follows is None else self._under_way.get(execution.follows)
+        if before is not None and before.seat is not execution.seat:
+            # A device runs tasks that come one by one and programs by turns, so one begins behind the end of the other.
+            before.done.add_done_callback(lambda _: self._run_programs_late(execution))
+            return
+        if execution.seat is not None:
+            execution.seat.begin(execution)
+            return
         if graph not in self._programs:
             self._programs[graph] = programs(graph)
-        before = None if execution.follows is None else self._under_way.get(execution.follows)
         longest = max(len(program.tasks) for program in self._programs[graph].programs)
         in_flight = tasks_ahead(self._in_flight, longest, self._seconds.get(graph, 0.0))
         execution.start_programs(self._programs[graph], in_flight, [] if before is None else before.runs)
+
+    def _run_programs_late(self, execution: Execution) -> None:
+        if execution.number in self._under_way:
+            self._run_programs(execution)
+            if execution.abort.is_requested:
+                execution.abort.confirm()
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
         observers = execution.tenant.observers
@@ -478,7 +508,7 @@ class Driver(StepDriver[Execution]):
         notes.why_workers = execution.tenant.why_workers
         observers.note_devices(notes)
         record = remove_record(self.scheduler, execution.number)
-        notes.taken = record.notes.taken
+        notes.taken = record.notes.taken or notes.taken
         record = replace(record, notes=notes)
         execution.complete(record)
         if end.outcome is Outcome.OK:

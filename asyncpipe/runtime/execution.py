@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from asyncpipe.core.graph.programs import Programs, TaskPlace
 from asyncpipe.core.graph.task import Task
@@ -20,6 +20,7 @@ from asyncpipe.runtime.step_driver import DrivenStep, Tenant
 
 __all__ = [
     "Around",
+    "BeginsSteps",
     "Bind",
     "Execution",
     "Gates",
@@ -34,6 +35,13 @@ device's."""
 
 Around = Callable[[str], AbstractContextManager[Any]]
 """Makes the context in which functions of this device's tasks are called. For one thread at a time."""
+
+
+class BeginsSteps(Protocol):
+    """Where a step goes of which somebody else says when its tasks begin."""
+
+    def begin(self, execution: Execution) -> None:
+        """Take it over, on the driver's loop."""
 
 
 def nothing_around(_: str) -> AbstractContextManager[Any]:
@@ -68,6 +76,8 @@ class Execution(DrivenStep):
         self.executors = executors
         self.runs: list[ProgramRun] = []
         """Of each device, if the step runs by programs."""
+        self.seat: BeginsSteps | None = None
+        """What decides about it, if other processes use its devices as well."""
         self._gates: Sequence[TaskPlace] = ()
         """By gate, the task that waits there, among ``runs``."""
         self._record: StepRecord | None = None

@@ -24,6 +24,7 @@ MODULES = {
     "packaging": "packaging.campaign",
     "padding": "architectures.padding",
     "replicas": "replicas.campaign",
+    "segfaults": "segfaults",
     "service": "service.campaign",
     "soak": "soak.soak",
     "week": "week",

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from resume_helpers import make_workload
 from torch import Generator, Tensor, nn
 
+from asyncpipe import pop, skippable, stash
 from asyncpipe.train.workload import Batch, Workload
 
 __all__ = [
@@ -33,14 +35,62 @@ __all__ = [
     "never_returns",
     "plain",
     "raises",
+    "segfaults",
     "stuck_entry",
     "stuck_loader",
+    "ties",
 ]
 
 
 def plain() -> Workload:
     """Trains."""
     return make_workload()
+
+
+@skippable(stash=["kept"])
+class Keep(nn.Module):
+    """The beginning of a skip."""
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        yield stash("kept", x)
+        return x
+
+
+@skippable(pop=["kept"])
+class Tied(nn.Module):
+    """The end of the skip, with weights that are those of an earlier stage."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        kept = yield pop("kept")
+        return nn.functional.linear(x, self.weight.T) + kept
+
+
+def ties() -> Workload:
+    """Weights that both stages have, and a skip from one to the other."""
+    first = nn.Linear(3, 8, bias=False)
+    layers = [Keep(), first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), Tied(first.weight), nn.Linear(3, 3)]
+    return replace(make_workload(), model=nn.Sequential(*layers).double())
+
+
+def segfaults(seconds: float) -> Workload:
+    """A stage that ends its process by a wrong address, so long after it began."""
+    until = time.monotonic() + seconds
+    return _with(_When(lambda: time.monotonic() > until, lambda: ctypes.string_at(0)))
+
+
+class _When(nn.Module):
+    def __init__(self, is_time: Any, deed: Any) -> None:
+        super().__init__()
+        self.is_time, self.deed = is_time, deed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_time():
+            self.deed()
+        return x
 
 
 def stuck_entry(folder: str) -> Workload:

@@ -89,11 +89,11 @@ class WorkerGroup:
         await self.close()
 
     async def start(
-        self, *names: str, devices: Mapping[str, tuple[str, ...]] | None = None
+        self, *names: str, devices: Mapping[str, tuple[str, ...]] | None = None, entry: str | None = None
     ) -> tuple[WorkerConnection, ...]:
         """Workers of these names, which are up; they start at the same time. Also in the place of one that has ended.
 
-        ``devices`` are those of each, for launchers that must know.
+        ``devices`` are those of each, for launchers that must know; ``entry`` is another one than the group's.
 
         All or none: if one does not come up (``WorkerStartError``), or the caller is cancelled, the others are killed.
         """
@@ -107,7 +107,8 @@ class WorkerGroup:
         planned = {name: PlannedWorker(name, (devices or {}).get(name, ())) for name in names}
         preparing = asyncio.create_task(self._portal.run(self._prepare(list(planned.values()))))
         starts = [
-            asyncio.create_task(self._start(self._portal, planned[each.name], each, preparing)) for each in connections
+            asyncio.create_task(self._start(self._portal, planned[each.name], each, preparing, entry or self._entry))
+            for each in connections
         ]
         self._starts.update(starts)
         self._starting.update(names)
@@ -134,7 +135,12 @@ class WorkerGroup:
             self._listener.address = address
 
     async def _start(
-        self, portal: Portal, worker: PlannedWorker, connection: WorkerConnection, prepared: asyncio.Task[None]
+        self,
+        portal: Portal,
+        worker: PlannedWorker,
+        connection: WorkerConnection,
+        prepared: asyncio.Task[None],
+        entry: str,
     ) -> None:
         await asyncio.shield(prepared)
         loops = (portal.loop, asyncio.get_running_loop())
@@ -142,7 +148,7 @@ class WorkerGroup:
         async def start() -> None:
             supervisor = Supervisor(worker, self._launcher, self._listener, self._limits, connection, loops)
             connection.begin(supervisor)
-            await supervisor.start(self._entry, self._secret, self._path)
+            await supervisor.start(entry, self._secret, self._path)
 
         await portal.run(start())
 

@@ -27,7 +27,7 @@ def make_odd_folder(folder: Path) -> Path:
     for name in ("isolation_entries", "resume_helpers"):
         shutil.copy(Path(__file__).parents[2] / "support" / f"{name}.py", folder / "code")
     settings = folder / "service.toml"
-    names = ("greedy", "stuck_loader", "holds_the_gil", "never_returns")
+    names = ("greedy", "plain", "segfaults", "stuck_loader", "holds_the_gil", "never_returns", "ties")
     odd = "".join(f'[entries."{ODD}:{name}"]\n' for name in names)
     text = settings.read_text(encoding="utf-8").replace("max_attempts = 1000000\n", "")
     settings.write_text(text + odd, encoding="utf-8")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
-from contextlib import suppress
 
 import torch
 
@@ -32,7 +30,3 @@ def confine(confines: Confines) -> None:
         if device.type == "cuda" and torch.cuda.is_available():
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-    if confines.is_background and hasattr(os, "SCHED_IDLE"):
-        # Of this thread and those that it starts, and so not of the one that answers the service.
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -6,13 +6,15 @@ import asyncio
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
 from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.runtime.turn_taking import TurnTaking
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.lifeline import lead_group
+from asyncpipe.service.jobs.isolation.arbitration import ArbiterAddress, take_seat
 from asyncpipe.service.jobs.isolation.confines import confine
 from asyncpipe.service.jobs.isolation.job_output import JobOutput
 from asyncpipe.service.jobs.isolation.messages import RunJob
@@ -49,6 +51,10 @@ class _OneRun:
         self._relay = Relay(control.name, control.send)
         self._progress = RelayedProgress(control.send)
         self._orders = RunOrders()
+        self._pool: DevicePool | None = None
+        """Once it is open, if its devices are threads of this process."""
+        self._arbiter: ArbiterAddress | None = None
+        """Who says whose turn it is on devices that others use as well."""
         self._task: asyncio.Task[TrainingSummary] | None = None
         self._drained = _HostsAsTold()
         self._cancelling = False
@@ -66,13 +72,25 @@ class _OneRun:
                 self._cancelling = True
                 if self._task is not None:
                     self._task.cancel()
+            case ("share", share):
+                self._orders.change_share(share)
+            case ArbiterAddress():
+                self._arbiter = message
+                return self._sit_down()
             case ("hosts", hosts):
                 self._drained.set(hosts)
             case ("kept", number):
                 self._progress.kept(number)
         return None
 
+    async def _sit_down(self) -> None:
+        if self._pool is not None and self._arbiter is not None:
+            where, self._arbiter = self._arbiter, None
+            with suppress(OSError):  # It has ended; the service will name another one.
+                await self._pool.run(take_seat(self._pool.threads, where))
+
     async def _train(self, message: RunJob) -> TrainingSummary:
+        self._orders.change_share(message.share)
         self._drained.others = message.others
         self._drained.set(message.drained)
         self._progress.log = message.said
@@ -82,6 +100,10 @@ class _OneRun:
             confine(message.confines)
             pool = DevicePool(workers=message.job.pool_workers(), worker_path=message.worker_path, **message.hangs)
             await self.stack.enter_async_context(pool)
+            if pool.workers is None:
+                self._pool = pool
+                TurnTaking(pool.threads)
+            await self._sit_down()
             self._relay.hung = lambda: 0 if pool.watchdog is None else pool.watchdog.hung
             run = LastingRun(
                 message.job,

@@ -5,7 +5,8 @@
     the service   RunJob                          asked: a ``TrainingSummary``, or ``EndedElsewhereError`` is raised
                   ("schedule", name)              asked: answered when the run follows it
                   ("stop",)  ("cancel",)          end after the step; end between two tasks
-                  ("hosts", those to leave)
+                  ("hosts", those to leave)  ("share", its share from the next step on)
+                  ArbiterAddress                  share devices as it says there
                   ("kept", number)                what was told before ("keep", number) is in the service's files
     the process   RunStarted, StepProgress, WorkerChange, StepsSeen
                   ("entered", phase)  ("noted", level, text)  ("waiting", reason)  ("snapshot", step, path)
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncpipe.core.policies.share import Share
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.observe.metrics.totals import Totals
 from asyncpipe.service.jobs.run_log import RunLog
@@ -36,8 +38,6 @@ class Confines:
     """Bytes of its own, Python's and torch's included; ``None`` for no limit."""
     device_memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of each accelerator."""
-    is_background: bool = False
-    """Whether it has only the processor time that others leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class RunJob:
     """Options of its pool: when a task hangs."""
     said: RunLog
     """Where its process writes what it says."""
+    share: Share
     worker_path: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     """Devices that the job may have in the place of its own."""

@@ -88,14 +88,17 @@ class ProcessRun:
                 message = RunJob(
                     self._job,
                     self._make_workload,
-                    confines_of(settings, self._job, is_background=self._share.background),
+                    confines_of(settings, self._job),
                     settings.hangs,
                     self._log,
+                    self._share,
                     self._processes.worker_path,
                     tuple(self._drained.others),
                     self._drained.units,
                 )
-                return await self._answer(asyncio.ensure_future(process.ask(message)))
+                asked = asyncio.ensure_future(process.ask(message))
+                self._processes.share(process, self._job.pipeline.devices)
+                return await self._answer(asked)
         finally:
             self._process = None
             self._orders.close()
@@ -142,9 +145,9 @@ class ProcessRun:
             self._send("stop")
         if self._orders.wants_schedule and self._process is not None:
             self._begin(self._orders.follow(partial(self._follow, self._process)))
-        if (share := self._orders.share) is not None and share.background != self._share.background:
+        if (share := self._orders.share) is not None and share != self._share:
             self._share = share
-            self._progress.noted(logging.INFO, "its priority class counts from its next run on, in a new process")
+            self._send("share", share)
 
     async def _follow(self, process: WorkerConnection, schedule: str) -> None:
         try:
