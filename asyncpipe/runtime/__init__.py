@@ -15,6 +15,7 @@ In the order of a step:
 ``observers.py``   calls observers with the records of completed steps
 ``portal.py``      a loop in a thread of its own, which drives steps for callers on any loop and any thread
 ``waits.py``       code that is written once for callers that await and for callers that block
+``turn_taking.py`` devices that other processes use as well: an arbiter says when each task may begin
 ``turn.py``        whose turn it is to step a pipeline
 ``line.py``        steps that follow each other
 ``task_board.py``  what the threads of a worker run, in memory that its controller reads

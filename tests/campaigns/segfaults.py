@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -135,12 +136,12 @@ def _disturb(run: Run, service: Any, state: Path, right: dict[str, Any]) -> None
         history = client.history(crashing)
         client.cancel(crashing)
     back = [
-        after["at"] - before["at"]
+        (datetime.fromisoformat(after["at"]) - datetime.fromisoformat(before["at"])).total_seconds()
         for before, after in pairwise(history)
         if before["to"] == "queued" and after["to"] == "running" and before["from"] == "running"
     ]
     report.seconds["answer of /readyz"] += probes.seconds
-    report.seconds["from a crash to the next start"] += [_seconds(each) for each in back]
+    report.seconds["from a crash to the next start"] += back
     if probes.missed:
         report.find(f"/readyz missed {probes.missed} of {len(probes.seconds)}")
     figures = {
@@ -153,12 +154,8 @@ def _disturb(run: Run, service: Any, state: Path, right: dict[str, Any]) -> None
     report.tables += ["", "| what | figure |", "|---|---|", *(f"| {key} | {value} |" for key, value in figures.items())]
     if not back:
         report.find("nothing crashed")
-    left = [each for each in children(service.process.pid)]
+    left = list(children(service.process.pid))
     report.counts["processes"][f"{len(left)} children of the service at the end"] += 1
-
-
-def _seconds(value: Any) -> float:
-    return float(value)
 
 
 CAMPAIGN = Campaign(

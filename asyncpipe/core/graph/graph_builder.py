@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -392,7 +393,7 @@ class GraphBuilder:
             ranks=tuple(_inverse(by_rank)),
             by_rank=tuple(by_rank),
             loads=tuple(map(tuple, loads)),
-            admit=lambda action, live: _admits(schedule, rows, action, live),
+            admit=partial(_admits, schedule, rows),  # No lambda: graphs go to other processes.
             ahead=schedule.ahead,
         )
 

@@ -13,6 +13,8 @@
     job_process.py      what runs in the process
     relay.py            tells the service what the run tells there
     job_output.py       what its code prints and logs, for the log of the run (service/jobs/run_log.py)
+    arbitration.py      the process that says whose turn it is on devices that jobs share, and their way to it
+    job_output.py       what its code prints and logs, for the job's log
     confines.py         what the process may use: memory, and time that others leave
 
 A process is a worker as those of ``runtime/workers`` are: forked from one that has imported torch, watched by pings,
@@ -21,4 +23,7 @@ its connection at once; metrics are summed in the process, and pass it once a se
 steps. So nobody behind ``JobRun`` knows the difference.
 
 What is computed does not differ either: a run in a process draws from a generator of its own, as it does beside others.
+
+Where jobs share devices, each keeps its stages and its threads. Its driver asks the arbiter when each task may begin
+(``runtime/turn_taking.py``), and that has the scheduler which jobs on threads have (``core/engine/arbiter.py``).
 """

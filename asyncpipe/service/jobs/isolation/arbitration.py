@@ -88,9 +88,13 @@ class _Door:
 
 
 async def take_seat(driver: Driver, where: ArbiterAddress) -> None:
-    """Have a driver share its devices as the arbiter ``where`` says, on its loop."""
+    """Have a driver share its devices as the arbiter ``where`` says, on its loop. One that is gone changes nothing."""
     assert driver.turns is not None
-    secured = await introduce(await connect(where.address), where.secret, where.token)
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            secured = await introduce(await connect(where.address), where.secret, where.token)
+    except OSError:
+        return  # The service will name another one.
     talk = _Talk(secured, hear=lambda answers: seat.answered(answers), gone=lambda: seat.lost())
     seat = driver.turns.sit_down(talk.say)
 

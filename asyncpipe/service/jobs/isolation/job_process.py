@@ -6,7 +6,7 @@ import asyncio
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -76,18 +76,17 @@ class _OneRun:
                 self._orders.change_share(share)
             case ArbiterAddress():
                 self._arbiter = message
-                return self._sit_down()
+                self._sit_down()
             case ("hosts", hosts):
                 self._drained.set(hosts)
             case ("kept", number):
                 self._progress.kept(number)
         return None
 
-    async def _sit_down(self) -> None:
+    def _sit_down(self) -> None:
         if self._pool is not None and self._arbiter is not None:
-            where, self._arbiter = self._arbiter, None
-            with suppress(OSError):  # It has ended; the service will name another one.
-                await self._pool.run(take_seat(self._pool.threads, where))
+            self._pool.submit(take_seat(self._pool.threads, self._arbiter))
+            self._arbiter = None
 
     async def _train(self, message: RunJob) -> TrainingSummary:
         self._orders.change_share(message.share)
@@ -103,7 +102,7 @@ class _OneRun:
             if pool.workers is None:
                 self._pool = pool
                 TurnTaking(pool.threads)
-            await self._sit_down()
+            self._sit_down()
             self._relay.hung = lambda: 0 if pool.watchdog is None else pool.watchdog.hung
             run = LastingRun(
                 message.job,

@@ -97,7 +97,8 @@ class ProcessRun:
                     self._drained.units,
                 )
                 asked = asyncio.ensure_future(process.ask(message))
-                self._processes.share(process, self._job.pipeline.devices)
+                if self._job.pool_workers() == "threads":
+                    self._processes.share(process, self._job.pipeline.devices)
                 return await self._answer(asked)
         finally:
             self._process = None

@@ -29,7 +29,8 @@ from asyncpipe.train.training_run import TrainingRun
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(120)]
 
 STUCK = ("stuck_entry", "stuck_loader", "never_returns", "holds_the_gil")
-NAMES = ("plain", "dies", "crashes", "raises", *STUCK)
+FIXED = {"plain": {}, "ties": {}, "segfaults": {"seconds": 0.05}}
+NAMES = (*FIXED, "dies", "crashes", "raises", *STUCK)
 STEPS = 9
 
 
@@ -37,7 +38,7 @@ STEPS = 9
 async def processes(folder, isolation="process", **changed):
     """A manager whose jobs have processes, or are on threads, and a function that submits the entry of a name."""
     factories = {name: getattr(isolation_entries, name) for name in NAMES}
-    fixed = {name: {} if name == "plain" else {"folder": str(folder)} for name in NAMES}
+    fixed = {name: FIXED.get(name, {"folder": str(folder)}) for name in NAMES}
     entries = Entries({f"tests:{n}": f for n, f in factories.items()}, {f"tests:{n}": v for n, v in fixed.items()})
     settings = make_settings(
         folder / "service",
@@ -131,6 +132,29 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
     summary = await TrainingRun(alone, isolation_entries.plain).run()
     assert_same_end(summary.snapshot, parsed.snapshots.folder / summary.snapshot.name)
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
+
+
+async def test_jobs_that_share_devices_have_the_bits_of_lone_ones_whatever_ends_beside_them(tmp_path):
+    async with processes(tmp_path) as (service, submit):
+        training = {"steps": 60, "batch_size": 8, "learning_rate": 0.05}
+        healthy = {name: await submit(name, training=training) for name in ("plain", "ties")}
+        crashing = await submit("segfaults")
+        while (arbiter := service.manager.processes._arbiter) is None:  # noqa: ASYNC110 - it is started by itself
+            await asyncio.sleep(0.01)
+        arbiter.kill("a test does so")
+        await service.manager.jobs.amend(healthy["ties"], weight=3.0)
+        parsed = {}
+        for name, job in healthy.items():
+            record = await comes(service, job, JobState.FINISHED, JobState.FAILED)
+            assert (record.state, record.attempts) == (JobState.FINISHED, 1), record.cause
+            parsed[name] = job_of(record, service.manager.settings)
+        record = await comes(service, crashing, JobState.QUARANTINED, JobState.FAILED, JobState.FINISHED)
+        assert record.cause.startswith("its process was killed by SIGSEGV; attempt 3 of 3")
+    for name, job in parsed.items():
+        summary = await TrainingRun(
+            job.override("snapshots", folder=tmp_path / name), getattr(isolation_entries, name)
+        ).run()
+        assert_same_end(summary.snapshot, job.snapshots.folder / summary.snapshot.name)
 
 
 def test_the_processes_of_jobs_and_their_children_end_with_a_service_that_is_killed(tmp_path):
