@@ -30,11 +30,11 @@ from asyncpipe.core.policies.share import Share
 from asyncpipe.core.predict.costs import Costs
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.turn_taking import TurnTaking
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.group import WorkerGroup
+from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
-from asyncpipe.service.jobs.isolation.arbitration import ENTRY, ArbiterAddress, take_seat
+from asyncpipe.service.jobs.isolation.arbitration import ENTRY, take_seat
 from asyncpipe.testing import EmulatedExecutor
 
 __all__ = ["ProcessesSize", "run", "serve", "show"]
@@ -47,7 +47,7 @@ SIZES = {"tiny": 1e-4, "fine": 1e-3, "usual": 2e-2}
 class ProcessesSize:
     """How long everything runs."""
 
-    seconds: float = 4.0
+    seconds: float = 6.0
     """Of each measurement."""
     rounds: int = 3
 
@@ -130,7 +130,7 @@ async def serve(control: ControlClient) -> None:
     async def begin(job: SharingJob) -> None:
         pool = DevicePool(executors=lambda device: _Device(device, {job.microbatches: job.forward}))
         await stack.enter_async_context(pool)
-        TurnTaking(pool.threads)
+        pool.threads.sit_down()
         pools.append(pool)
         trainers.append(Trainer(job, pool))
         await stack.enter_async_context(trainers[0].pipe)
@@ -139,7 +139,7 @@ async def serve(control: ControlClient) -> None:
         match message:
             case SharingJob():
                 return begin(message)
-            case ArbiterAddress():
+            case Invitation():
                 return pools[0].run(take_seat(pools[0].threads, message))
             case float():
                 return trainers[0].run(message)

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
+from asyncpipe.core.engine.arbiter import Said
 from asyncpipe.core.engine.events import (
     Command,
     Dispatch,
@@ -51,7 +52,7 @@ from asyncpipe.runtime.executor import Assignment, Executor, JoinsInTime, Replac
 from asyncpipe.runtime.program_run import RunsPrograms
 from asyncpipe.runtime.step_abort import StepAbort
 from asyncpipe.runtime.step_driver import StepDriver, Tenant
-from asyncpipe.runtime.turn_taking import TurnTaking
+from asyncpipe.runtime.turn_taking import ArbiterSeat
 from asyncpipe.runtime.watchdog import Suspect
 
 __all__ = ["Driver", "tasks_ahead"]
@@ -120,8 +121,8 @@ class Driver(StepDriver[Execution]):
         """Whose steps are that nobody is named for."""
         self._aborting = threading.RLock()
         """For ``StepAbort``."""
-        self.turns: TurnTaking | None = None
-        """Knows whose task is next on devices that other processes use as well."""
+        self.seat: ArbiterSeat | None = None
+        """Of a driver whose devices other processes may use as well: where to ask whose task is next."""
 
     def open(self) -> None:
         """Start the executors and bind the driver to the running loop."""
@@ -191,10 +192,10 @@ class Driver(StepDriver[Execution]):
         abort = StepAbort(self._next_number if number is None else number, self._aborting)
         execution = Execution(abort, graph, bind, around, notes or StepNotes(), tenant, executors)
         share, parts = tenant.share, 0
-        if self.turns is not None:
-            # Where others use the devices, somebody else decides; where nobody does, there is nothing to decide.
-            execution.seat, parts = (seat := self.turns.seat), int(seat is not None)
-            share = share if parts else Share()
+        if self.seat is not None and self.seat.is_shared:
+            execution.seat, parts = self.seat, 1  # Somebody else decides.
+        elif self.seat is not None:
+            share = Share()  # There is nothing to decide.
         self._begin(execution, after)
         self._tenants[tenant] = None
         by_program = all(isinstance(executor, RunsPrograms) for executor in set(executors))
@@ -401,19 +402,24 @@ class Driver(StepDriver[Execution]):
                     at = now
                 handled_at = at if at > handled_at else handled_at
                 commands += self.scheduler.handle(event, handled_at)
-                if self.turns is not None:
-                    self.turns.happened(event)
+                if self.seat is not None and (seat := self._under_way[event.step].seat) is not None:
+                    seat.happened(event)
         except BaseException as error:
             self._break(error)
             raise
         self._handled_at = handled_at
         self._proceed(commands, now)
-        if self.turns is not None:
-            self.turns.flush()
+        for seat in {each.seat for each in self._under_way.values()} if self.seat is not None else ():
+            if seat is not None:
+                seat.flush()
         self._wakeups.append((late, self._clock() - now))
 
-    def hand_over(self, tasks: Sequence[Dispatch]) -> None:
-        """Have devices run tasks whose turn has come."""
+    def sit_down(self, *say: Callable[[Sequence[Said]], object]) -> ArbiterSeat:
+        """Share devices from now on, as an arbiter answers to what it is told by ``say``; as nobody, without it."""
+        self.seat = ArbiterSeat(self._post, self._hand_over, *say)
+        return self.seat
+
+    def _hand_over(self, tasks: Sequence[Dispatch]) -> None:
         self._proceed([each for each in tasks if each.step in self._under_way], self._clock())
 
     def _handle(self, event: Event) -> None:
@@ -481,9 +487,15 @@ class Driver(StepDriver[Execution]):
     def _run_programs(self, execution: Execution) -> None:
         graph = execution.graph
         before = None if execution.follows is None else self._under_way.get(execution.follows)
+        late = partial(self._run_programs_late, execution)
+        if before is not None and before.held is not None:
+            execution.held = []
+            before.held.append(late)
+            return
         if before is not None and before.seat is not execution.seat:
             # A device runs tasks that come one by one and programs by turns, so one begins behind the end of the other.
-            before.done.add_done_callback(lambda _: self._run_programs_late(execution))
+            execution.held = []
+            before.done.add_done_callback(lambda _: late())
             return
         if execution.seat is not None:
             execution.seat.begin(execution)
@@ -495,10 +507,13 @@ class Driver(StepDriver[Execution]):
         execution.start_programs(self._programs[graph], in_flight, [] if before is None else before.runs)
 
     def _run_programs_late(self, execution: Execution) -> None:
+        held, execution.held = execution.held or (), None
         if execution.number in self._under_way:
             self._run_programs(execution)
             if execution.abort.is_requested:
                 execution.abort.confirm()
+        for begin in held:
+            begin()
 
     def _complete(self, execution: Execution, end: StepCompleted) -> None:
         observers = execution.tenant.observers

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from asyncpipe.core.engine.events import Event
 from asyncpipe.core.graph.programs import Programs, TaskPlace
 from asyncpipe.core.graph.task import Task
 from asyncpipe.core.graph.task_graph import TaskGraph
@@ -20,11 +21,11 @@ from asyncpipe.runtime.step_driver import DrivenStep, Tenant
 
 __all__ = [
     "Around",
-    "BeginsSteps",
     "Bind",
     "Execution",
     "Gates",
     "RunningTask",
+    "StepSeat",
     "call_inside",
     "nothing_around",
 ]
@@ -37,11 +38,12 @@ Around = Callable[[str], AbstractContextManager[Any]]
 """Makes the context in which functions of this device's tasks are called. For one thread at a time."""
 
 
-class BeginsSteps(Protocol):
-    """Where a step goes of which somebody else says when its tasks begin."""
+class StepSeat(Protocol):
+    """Where a step goes of which somebody else says when its tasks begin: an ``ArbiterSeat``."""
 
-    def begin(self, execution: Execution) -> None:
-        """Take it over, on the driver's loop."""
+    def begin(self, execution: Execution) -> None: ...
+    def happened(self, event: Event) -> None: ...
+    def flush(self) -> None: ...
 
 
 def nothing_around(_: str) -> AbstractContextManager[Any]:
@@ -76,8 +78,10 @@ class Execution(DrivenStep):
         self.executors = executors
         self.runs: list[ProgramRun] = []
         """Of each device, if the step runs by programs."""
-        self.seat: BeginsSteps | None = None
+        self.seat: StepSeat | None = None
         """What decides about it, if other processes use its devices as well."""
+        self.held: list[Callable[[], None]] | None = None
+        """While it waits for the end of the step before: what begins the steps that are to begin behind it."""
         self._gates: Sequence[TaskPlace] = ()
         """By gate, the task that waits there, among ``runs``."""
         self._record: StepRecord | None = None

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from asyncpipe.core.engine.arbiter import MOST_GRAPHS, Answer, Arbiter, Said, Sharing, StepRequest, TurnsGiven
 from asyncpipe.core.engine.events import (
@@ -35,36 +34,33 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.runtime.execution import Execution
 from asyncpipe.runtime.step_abort import PostEvent
 
-__all__ = ["ArbiterSeat", "ServedArbiter", "TurnTaking"]
+__all__ = ["ArbiterSeat", "ServedArbiter"]
 
 _ENDS = (TaskCompleted, TaskFailed, TaskDropped)
 _TOLD = (*_ENDS, TaskIssued, GateOpened, StepCancelled)
 
 
 class ServedArbiter:
-    """An arbiter on the loop that uses it: with a clock and an alarm."""
+    """An arbiter on the loop that uses it, with a clock and an alarm. A party is who is called with its answers."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._arbiter = Arbiter()
+        self._arbiter = Arbiter[Callable[[Sequence[Answer]], object]]()
         self._clock = clock
-        self._answer: dict[object, Callable[[Sequence[Answer]], object]] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
-    def join(self, key: object, devices: Iterable[str], answer: Callable[[Sequence[Answer]], object]) -> None:
-        """A party is there, to which ``answer`` brings what it is told."""
-        self._answer[key] = answer
-        self._arbiter.join(key, devices)
+    def join(self, answer: Callable[[Sequence[Answer]], object], devices: Iterable[str]) -> None:
+        """A party is there."""
+        self._arbiter.join(answer, devices)
         self._decide()
 
-    def leave(self, key: object) -> None:
+    def leave(self, answer: Callable[[Sequence[Answer]], object]) -> None:
         """A party is gone. May be called again."""
-        if self._answer.pop(key, None) is not None:
-            self._arbiter.leave(key, self._clock())
-            self._decide()
+        self._arbiter.leave(answer, self._clock())
+        self._decide()
 
-    def hear(self, key: object, said: Sequence[Said]) -> None:
+    def hear(self, answer: Callable[[Sequence[Answer]], object], said: Sequence[Said]) -> None:
         """Take in what a party says. Raises as ``Arbiter.handle``."""
-        self._arbiter.handle(key, said, self._clock())
+        self._arbiter.handle(answer, said, self._clock())
         self._decide()
 
     def _decide(self) -> None:
@@ -75,19 +71,8 @@ class ServedArbiter:
             self._alarm = None
         if (at := self._arbiter.wake_at(now)) is not None:
             self._alarm = asyncio.get_running_loop().call_later(max(0.0, at - now), self._decide)
-        for key, answers in told.items():
-            self._answer[key](answers)
-
-
-class _Drives(Protocol):
-    """A ``Driver``."""
-
-    turns: TurnTaking | None
-
-    @property
-    def _post(self) -> PostEvent: ...
-
-    def hand_over(self, tasks: Sequence[Dispatch]) -> None: ...
+        for answer, answers in told.items():
+            answer(answers)
 
 
 @dataclass(eq=False)
@@ -103,45 +88,20 @@ class _SeatedStep:
     """Whether it is for the arbiter."""
 
 
-class TurnTaking:
-    """What a driver asks about shared devices, and tells. On the driver's loop."""
-
-    def __init__(self, driver: _Drives) -> None:
-        self._driver = driver
-        self._seat: ArbiterSeat | None = None
-        self._seats: dict[int, ArbiterSeat] = {}
-        """By number of a step under way that an arbiter decides about."""
-        driver.turns = self
-
-    @property
-    def seat(self) -> ArbiterSeat | None:
-        """Who decides about a step that begins now; ``None`` while nobody else uses the devices."""
-        return self._seat if self._seat is not None and self._seat.is_shared else None
-
-    def sit_down(self, say: Callable[[Sequence[Said]], object]) -> ArbiterSeat:
-        """Ask another arbiter from now on, to which ``say`` brings what it is told."""
-        self._seat = ArbiterSeat(self._driver, self._seats, say)
-        return self._seat
-
-    def happened(self, event: Event) -> None:
-        """The driver has handled ``event``."""
-        if isinstance(event, _TOLD) and (seat := self._seats.get(event.step)) is not None:
-            seat.happened(event)
-
-    def flush(self) -> None:
-        """Tell what has happened."""
-        for seat in {*self._seats.values()}:
-            seat.flush()
-
-
 class ArbiterSeat:
-    """The place of one driver at one arbiter."""
+    """The place of a driver at an arbiter. On the driver's loop."""
 
-    def __init__(self, driver: _Drives, seats: dict[int, ArbiterSeat], say: Callable[[Sequence[Said]], object]) -> None:
+    def __init__(
+        self,
+        post: PostEvent,
+        hand_over: Callable[[Sequence[Dispatch]], object],
+        say: Callable[[Sequence[Said]], object] = lambda said: None,
+    ) -> None:
+        """``post`` and ``hand_over`` are the driver's; ``say`` brings the arbiter what it is told, if there is one."""
         self.is_shared = False
         """Whether another process uses one of the devices."""
-        self._driver = driver
-        self._seats = seats
+        self._post = post
+        self._hand_over = hand_over
         self._say = say
         self._said: list[Said] = []
         self._steps: dict[int, _SeatedStep] = {}
@@ -150,7 +110,6 @@ class ArbiterSeat:
 
     def begin(self, execution: Execution) -> None:
         """Request a step."""
-        self._seats[execution.number] = self
         step = self._steps[execution.number] = _SeatedStep(execution)
         if execution.abort.is_requested:
             execution.abort.confirm()  # What ends it is in the driver's inbox now.
@@ -161,11 +120,11 @@ class ArbiterSeat:
             self.flush()
 
     def happened(self, event: Event) -> None:
-        """Something has happened to a step of this seat."""
-        assert isinstance(event, _TOLD)
+        """The driver has handled an event of a step of this seat."""
+        if not isinstance(event, _TOLD) or (step := self._steps.get(event.step)) is None:
+            return
         if isinstance(event, TaskFailed):  # Its class may be known here alone, and nobody there asks.
             event = TaskFailed(event.step, event.task, RuntimeError())
-        step = self._steps[event.step]
         if isinstance(event, _ENDS):
             step.ended[event.task] = event
         elif not isinstance(event, TaskIssued):
@@ -196,17 +155,17 @@ class ArbiterSeat:
                 if answer.failed is not None and not step.execution.abort.is_requested:
                     failed = TaskFailed(answer.step, *answer.failed)
                     step.given.add(failed.task)
-                    step.execution.abort.request(self._driver._post, failed)
+                    step.execution.abort.request(self._post, failed)
                 self._end(step)
         if given:
-            self._driver.hand_over(given)
+            self._hand_over(given)
 
     def lost(self) -> None:
         """The arbiter is gone: an own one takes its place."""
         self.is_shared, self._said, self._graphs = False, [], {}
         own = ServedArbiter()
-        self._say = partial(own.hear, self)
-        own.join(self, (), self.answered)
+        self._say = partial(own.hear, self.answered)
+        own.join(self.answered, ())
         for step in list(self._steps.values()):
             if step.execution.abort.is_requested:
                 step.is_over = True  # Nothing of it is to begin any more.
@@ -232,6 +191,6 @@ class ArbiterSeat:
         """The step is over for the driver, too, if nothing of it runs here."""
         number = step.execution.number
         if self._steps.get(number) is step and step.given == step.ended.keys():
-            del self._steps[number], self._seats[number]
+            del self._steps[number]
             left = set(range(len(step.execution.graph.tasks))) - step.given
-            self._driver._post(ProgramEnded(number, tuple(sorted(left))))
+            self._post(ProgramEnded(number, tuple(sorted(left))))

@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -136,7 +135,7 @@ def _disturb(run: Run, service: Any, state: Path, right: dict[str, Any]) -> None
         history = client.history(crashing)
         client.cancel(crashing)
     back = [
-        (datetime.fromisoformat(after["at"]) - datetime.fromisoformat(before["at"])).total_seconds()
+        after["at"] - before["at"]
         for before, after in pairwise(history)
         if before["to"] == "queued" and after["to"] == "running" and before["from"] == "running"
     ]

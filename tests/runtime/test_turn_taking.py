@@ -18,7 +18,7 @@ from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.step_driver import Tenant
-from asyncpipe.runtime.turn_taking import ServedArbiter, TurnTaking
+from asyncpipe.runtime.turn_taking import ServedArbiter
 
 STEPS = 4
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -64,10 +64,15 @@ class Devices:
         assert len({step for step, _ in counts}) >= steps
 
 
-def sit_down(driver, arbiter, key):
-    seat = driver.turns.sit_down(partial(arbiter.hear, key))
-    arbiter.join(key, DEVICES, seat.answered)
-    return seat
+def sit_down(driver, arbiter):
+    """The seat, and the name of the driver at the arbiter."""
+
+    def answer(answers):
+        seat.answered(answers)
+
+    seat = driver.sit_down(partial(arbiter.hear, answer))
+    arbiter.join(answer, DEVICES)
+    return seat, answer
 
 
 async def train(driver, key, devices, graph):
@@ -97,12 +102,13 @@ async def test_each_driver_runs_in_its_turn_and_every_task_once(what, seed, no_l
     happened = asyncio.Event()
     async with open_driver(devices=DEVICES) as a, open_driver(devices=DEVICES) as b:
         for driver in (a, b):
-            TurnTaking(driver)
-        seat = sit_down(a, arbiter, "a")
+            driver.sit_down()
+        seat, own = sit_down(a, arbiter)
         devices.shared = what in ("nothing", "a task fails", "a is cancelled")
+        others_seat, other = None, None
         if what != "b comes":
-            sit_down(b, arbiter, "b")
-        assert (a.turns.seat is None) == (what == "b comes"), "alone it decides by itself"
+            others_seat, other = sit_down(b, arbiter)
+        assert seat.is_shared == (what != "b comes"), "alone it decides by itself"
 
         def happens():
             if what == "a task fails":
@@ -112,13 +118,13 @@ async def test_each_driver_runs_in_its_turn_and_every_task_once(what, seed, no_l
         def change():
             match what:
                 case "the arbiter goes":
-                    arbiter.leave("a")
+                    arbiter.leave(own)
                     seat.lost()
                 case "b goes":
-                    arbiter.leave("b")
-                    b.turns._seat.lost()
+                    arbiter.leave(other)
+                    others_seat.lost()
                 case "b comes":
-                    sit_down(b, arbiter, "b")
+                    sit_down(b, arbiter)
                 case "a is cancelled":
                     a.cancel(next(iter(a._under_way.values())))
             happened.set()
@@ -130,8 +136,8 @@ async def test_each_driver_runs_in_its_turn_and_every_task_once(what, seed, no_l
         devices.check("b", STEPS)
         devices.check("a", 1)
         assert whole == STEPS or what in ("a task fails", "a is cancelled")
-        assert not a.turns._seats
-        arbiter.leave("a")
-        arbiter.leave("b")
+        assert not seat._steps
+        for key in list(arbiter._arbiter._parties):
+            arbiter.leave(key)
         assert arbiter._arbiter._scheduler.idle
         assert not arbiter._arbiter._steps

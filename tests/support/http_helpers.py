@@ -68,8 +68,9 @@ def submission(**more: Any) -> dict[str, Any]:
 
 
 def make_settings(folder: Path, **more: Any) -> ServiceSettings:
-    """Settings on a free port."""
+    """Settings on a free port, with jobs on threads."""
     given = {
+        "isolation": "thread",
         "folder": folder,
         "devices": ("cpu:0", "cpu:1"),
         "entries": [ENTRY],

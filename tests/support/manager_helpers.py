@@ -42,8 +42,9 @@ def _no_batches(batch_size: int, generator: object) -> list[tuple[Tensor, Tensor
 
 
 def make_settings(folder: Path, **changed: Any) -> ServiceSettings:
-    """Of a service with two devices."""
+    """Of a service with two devices, on threads."""
     values: dict[str, Any] = {"folder": folder, "devices": ["cpu:0", "cpu:1"], "entries": [ENTRY], "max_running": 2}
+    values["isolation"] = "thread"
     return ServiceSettings(**{**values, **changed})
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from asyncpipe.core.engine.events import (
     Abort,
@@ -91,6 +91,7 @@ class Sharing(NamedTuple):
     is_shared: bool
 
 
+_Key = TypeVar("_Key")
 Said: TypeAlias = StepRequest | Event
 Answer: TypeAlias = TurnsGiven | StepOver | Sharing
 
@@ -130,26 +131,27 @@ class _DeviceTurn:
     """Those that were given, all of one party."""
 
 
-class Arbiter:
+class Arbiter(Generic[_Key]):
     """Mutated by ``join``, ``leave``, ``handle`` and ``decide``. It has no clock. Parties are told apart by any key."""
 
     def __init__(self) -> None:
         self._scheduler = SchedulerState()
-        self._parties: dict[object, _Party] = {}
+        self._parties: dict[_Key, _Party] = {}
         self._steps: dict[int, _RequestedStep] = {}
         """By their numbers here."""
         self._next = 0
         self._turns: defaultdict[str, _DeviceTurn] = defaultdict(_DeviceTurn)
         """By device."""
 
-    def join(self, key: object, devices: Iterable[str]) -> None:
+    def join(self, key: _Key, devices: Iterable[str]) -> None:
         """A party is there, which uses these devices."""
         self._parties[key] = _Party(frozenset(devices))
         self._note_sharing()
 
-    def leave(self, key: object, now: float) -> None:
-        """A party is gone, with all that it ran."""
-        party = self._parties.pop(key)
+    def leave(self, key: _Key, now: float) -> None:
+        """A party is gone, with all that it ran. May be called again."""
+        if (party := self._parties.pop(key, None)) is None:
+            return
         for number, step in [each for each in self._steps.items() if each[1].party is party]:
             if number in self._steps:  # It may have ended with the one before.
                 self._handle(StepCancelled(number), now)
@@ -167,7 +169,7 @@ class Arbiter:
                 party.is_shared = is_shared
                 party.answers.append(Sharing(is_shared))
 
-    def handle(self, key: object, said: Iterable[Said], now: float) -> None:
+    def handle(self, key: _Key, said: Iterable[Said], now: float) -> None:
         """Take in what a party says. Raises ``InvalidTransition`` for what cannot follow what it has said before."""
         party = self._parties[key]
         for each in said:
@@ -176,17 +178,16 @@ class Arbiter:
             elif (number := party.numbers.get(each.step)) is not None:
                 self._happened(number, _renumbered(each, number), now)
 
-    def decide(self, now: float) -> dict[object, Sequence[Answer]]:
+    def decide(self, now: float) -> dict[_Key, Sequence[Answer]]:
         """What to tell each party, when all that is known has been handled, and at ``wake_at``."""
         while commands := self._scheduler.choose(now):
             self._execute(commands, now)
         for turn in self._turns.values():
             self._give(turn)
-        told: dict[object, Sequence[Answer]] = {}
-        for key, party in self._parties.items():
-            if party.answers:
-                told[key], party.answers = party.answers, []
-        return told
+        told = {key: party.answers for key, party in self._parties.items() if party.answers}
+        for key in told:
+            self._parties[key].answers = []
+        return {**told}
 
     def wake_at(self, now: float) -> float | None:
         """When to call ``decide`` although nothing has happened."""

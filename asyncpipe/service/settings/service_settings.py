@@ -140,7 +140,7 @@ class ServiceSettings(FolderSettings):
     shares: types.Shares = {}
     """how much of the devices users may use, 1 by default; must be a table of numbers above 0 by user, as alice=2"""
     isolation: Literal["thread", "process"] | None = None
-    """where a job's code runs, by default a process of its own where jobs share no device; must be thread or process"""
+    """where a job's code runs, by default a process of its own if workers is threads; must be thread or process"""
     job_memory: types.ByteCount | None = None
     """the most memory of a job's process, about 300 MiB of it for torch; must be a number of bytes, as 8GiB"""
     cancel_seconds: types.Seconds = 5.0
@@ -271,7 +271,7 @@ class ServiceSettings(FolderSettings):
         """Whether each job runs in a process of its own."""
         if self.isolation is not None:
             return self.isolation == "process"
-        return self.workers == "threads" and os.name == "posix" and (not self.share_devices or self.max_running == 1)
+        return self.workers == "threads" and os.name == "posix"
 
     def take(self, new: ServiceSettings) -> list[str]:
         """Have what ``new`` says of the keys in ``RELOADED``; the other keys that differ, which need a restart."""

@@ -140,17 +140,16 @@ async def test_jobs_that_share_no_device_wait_until_all_of_theirs_are_free(tmp_p
         assert service.manager.outlook(last).waits_for == f"waits for cpu:1, which job {both} has to itself"
 
 
-def test_where_jobs_run_follows_from_what_they_share(tmp_path):
+def test_jobs_have_processes_of_their_own_unless_their_stages_are_in_workers(tmp_path):
     def isolated(**changed):
-        return make_settings(tmp_path, **changed).is_isolated
+        return make_settings(tmp_path, **{"isolation": None} | changed).is_isolated
 
-    assert not isolated()
-    assert isolated(max_running=1)
-    assert isolated(share_devices=False)
-    assert not isolated(share_devices=False, isolation="thread")
-    assert not isolated(share_devices=False, workers="processes")
+    assert isolated()
+    assert not isolated(isolation="thread")
+    assert not isolated(workers="processes")
     assert isolated(workers="processes", isolation="process")
     with pytest.raises(SettingsError, match=r"isolation: .*has one controller"):
         isolated(workers="torchrun", isolation="process")
+    assert isolated(job_memory="2 GiB")
     with pytest.raises(SettingsError, match="job_memory: holds for a process"):
-        isolated(job_memory="2 GiB")
+        isolated(job_memory="2 GiB", isolation="thread")

@@ -11,50 +11,39 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from asyncpipe.errors import InvalidTransition, MessageError
+from asyncpipe.errors import MessageError
 from asyncpipe.runtime.driver import Driver
 from asyncpipe.runtime.turn_taking import ServedArbiter
 from asyncpipe.runtime.workers.channel import Channel, Role
 from asyncpipe.runtime.workers.control_client import ControlClient
 from asyncpipe.runtime.workers.group import SECRET_BYTES
 from asyncpipe.runtime.workers.handshake import introduce
-from asyncpipe.runtime.workers.launcher import Address
+from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.listener import ControlListener
 from asyncpipe.runtime.workers.main_module import own_main_class
 from asyncpipe.runtime.workers.packed import Packed, pack, unpack
 from asyncpipe.runtime.workers.tcp import connect
 from asyncpipe.secured import Secured
 
-__all__ = ["ENTRY", "ArbiterAddress", "serve", "take_seat"]
+__all__ = ["ENTRY", "serve", "take_seat"]
 
 _logger = logging.getLogger(__name__)
 
 ENTRY = "asyncpipe.service.jobs.isolation.arbitration:serve"
 IMPORTED_LATER = ("asyncpipe.service.jobs.isolation.job_process",)
 """What jobs are forked with, too."""
-CONNECT_SECONDS = 20.0
+CONNECT_SECONDS = 60.0
 """For a job that was told of the arbiter to come."""
-
-
-class ArbiterAddress(NamedTuple):
-    """Where one job may come, once."""
-
-    address: Address
-    secret: bytes
-    token: bytes
-
-    def __repr__(self) -> str:
-        return f"ArbiterAddress({self.address!r})"
 
 
 async def serve(control: ControlClient) -> None:
     """Serve the service until it says to stop."""
-    await control.serve(_Door().handle)
+    await control.serve(_ArbiterDoor().handle)
 
 
-class _Door:
+class _ArbiterDoor:
     """Lets jobs in that the service has announced."""
 
     def __init__(self) -> None:
@@ -63,40 +52,39 @@ class _Door:
         self._listener = ControlListener(self._secret, None)
         self._expecting: set[asyncio.Task[None]] = set()
 
-    async def handle(self, devices: tuple[str, ...]) -> ArbiterAddress:
+    async def handle(self, devices: tuple[str, ...]) -> Invitation:
         """Expect a job with these devices."""
-        opened: asyncio.Future[ArbiterAddress] = asyncio.get_running_loop().create_future()
+        opened: asyncio.Future[Invitation] = asyncio.get_running_loop().create_future()
         expecting = asyncio.create_task(self._expect(devices, opened))
         self._expecting.add(expecting)
         expecting.add_done_callback(self._expecting.discard)
         return await opened
 
-    async def _expect(self, devices: tuple[str, ...], opened: asyncio.Future[ArbiterAddress]) -> None:
+    async def _expect(self, devices: tuple[str, ...], opened: asyncio.Future[Invitation]) -> None:
         come = asyncio.Event()
 
         def connected(secured: Secured) -> None:
             arbiter = self._arbiter
-            talk = _Talk(secured, hear=lambda said: arbiter.hear(talk, said), gone=lambda: arbiter.leave(talk))
-            arbiter.join(talk, devices, talk.say)
+            talk = _Talk(secured, hear=lambda said: arbiter.hear(talk.say, said), gone=lambda: arbiter.leave(talk.say))
+            arbiter.join(talk.say, devices)
             come.set()
 
         with self._listener.expecting(connected) as (address, token):
-            opened.set_result(ArbiterAddress(address, self._secret, token))
+            opened.set_result(Invitation("", "", address, self._secret, token, devices))
             with suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_SECONDS):
                     await come.wait()
 
 
-async def take_seat(driver: Driver, where: ArbiterAddress) -> None:
+async def take_seat(driver: Driver, where: Invitation) -> None:
     """Have a driver share its devices as the arbiter ``where`` says, on its loop. One that is gone changes nothing."""
-    assert driver.turns is not None
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             secured = await introduce(await connect(where.address), where.secret, where.token)
     except OSError:
         return  # The service will name another one.
     talk = _Talk(secured, hear=lambda answers: seat.answered(answers), gone=lambda: seat.lost())
-    seat = driver.turns.sit_down(talk.say)
+    seat = driver.sit_down(talk.say)
 
 
 class _Talk:
@@ -110,19 +98,21 @@ class _Talk:
 
     def say(self, messages: Sequence[Any]) -> None:
         """Send them."""
-        self._channel.send(Role.MESSAGE, packed=pack(messages))
-
-    def close(self) -> None:
-        """Hang up."""
-        self._channel.close()
+        try:
+            self._channel.send(Role.MESSAGE, packed=pack(messages))
+        except MessageError as error:  # The rule of a schedule cannot be pickled.
+            self._part(error)
 
     def received(self, _: Role, __: int, packed: Packed) -> None:
         try:
             self._hear(unpack(packed, own_main_class))
-        except (MessageError, InvalidTransition) as error:
-            _logger.warning("jobs that share devices cannot agree on turns: %s", error)
-            self.close()
-            self._gone()
+        except Exception as error:  # noqa: BLE001 - what the process of a job says may be anything
+            self._part(error)
+
+    def _part(self, error: Exception) -> None:
+        _logger.warning("a job shares its devices without regard to weights from now on: %s", error)
+        self._channel.close()
+        self._gone()
 
     def closed(self, error: Exception) -> None:
         self._gone()

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.runtime.turn_taking import TurnTaking
 from asyncpipe.runtime.workers.control_client import ControlClient
+from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.lifeline import lead_group
-from asyncpipe.service.jobs.isolation.arbitration import ArbiterAddress, take_seat
+from asyncpipe.service.jobs.isolation.arbitration import take_seat
 from asyncpipe.service.jobs.isolation.confines import confine
 from asyncpipe.service.jobs.isolation.job_output import JobOutput
 from asyncpipe.service.jobs.isolation.messages import RunJob
@@ -53,7 +53,7 @@ class _OneRun:
         self._orders = RunOrders()
         self._pool: DevicePool | None = None
         """Once it is open, if its devices are threads of this process."""
-        self._arbiter: ArbiterAddress | None = None
+        self._arbiter: Invitation | None = None
         """Who says whose turn it is on devices that others use as well."""
         self._task: asyncio.Task[TrainingSummary] | None = None
         self._drained = _HostsAsTold()
@@ -74,7 +74,7 @@ class _OneRun:
                     self._task.cancel()
             case ("share", share):
                 self._orders.change_share(share)
-            case ArbiterAddress():
+            case Invitation():
                 self._arbiter = message
                 self._sit_down()
             case ("hosts", hosts):
@@ -101,7 +101,7 @@ class _OneRun:
             await self.stack.enter_async_context(pool)
             if pool.workers is None:
                 self._pool = pool
-                TurnTaking(pool.threads)
+                pool.threads.sit_down()
             self._sit_down()
             self._relay.hung = lambda: 0 if pool.watchdog is None else pool.watchdog.hung
             run = LastingRun(

@@ -6,7 +6,7 @@
                   ("schedule", name)              asked: answered when the run follows it
                   ("stop",)  ("cancel",)          end after the step; end between two tasks
                   ("hosts", those to leave)  ("share", its share from the next step on)
-                  ArbiterAddress                  share devices as it says there
+                  Invitation                      share devices as the arbiter there says
                   ("kept", number)                what was told before ("keep", number) is in the service's files
     the process   RunStarted, StepProgress, WorkerChange, StepsSeen
                   ("entered", phase)  ("noted", level, text)  ("waiting", reason)  ("snapshot", step, path)

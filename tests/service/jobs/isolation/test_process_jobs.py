@@ -142,6 +142,8 @@ async def test_jobs_that_share_devices_have_the_bits_of_lone_ones_whatever_ends_
         while (arbiter := service.manager.processes._arbiter) is None:  # noqa: ASYNC110 - it is started by itself
             await asyncio.sleep(0.01)
         arbiter.kill("a test does so")
+        while service.manager.processes._arbiter in (None, arbiter):  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
         await service.manager.jobs.amend(healthy["ties"], weight=3.0)
         parsed = {}
         for name, job in healthy.items():
