@@ -20,7 +20,7 @@ from asyncpipe.errors import PipelineClosedError, TaskError
 from asyncpipe.runtime.step_driver import Tenant
 from asyncpipe.runtime.turn_taking import ServedArbiter
 
-STEPS = 4
+STEPS = 6
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 GRAPHS = [
     lower(find_schedule(name), Shape(3, 4, 3), devices=DEVICES, wiring=Wiring(Wiring.chain(3).links, (), (0, 1, 2)))
@@ -51,6 +51,10 @@ class Devices:
         finally:
             with self.lock:
                 self.on.pop(device, None)
+
+    def has_run(self, key, step, tasks):
+        with self.lock:
+            return sum((who, number) == (key, step) for who, number, _ in self.ran) >= 4 * tasks
 
     def check(self, key, steps):
         """Every task of the first ``steps`` has run once, those of each device in the order of steps."""
@@ -84,8 +88,8 @@ async def train(driver, key, devices, graph):
             steps.append(driver.start(graph, partial(devices.bind, key, number), tenant=tenant, after=before))
         except PipelineClosedError:
             break
-        if number % 2:
-            await asyncio.sleep(0)
+        while not (devices.has_run(key, number, number % 3) or steps[-1].done.done()):  # noqa: ASYNC110 - a thread says so
+            await asyncio.sleep(0.0005)  # So that steps begin before and after what happens.
     ends = await asyncio.gather(*(driver.issued(step) for step in steps), return_exceptions=True)
     await asyncio.gather(*(step.done for step in steps))
     assert all(isinstance(end, PipelineClosedError | TaskError) for end in ends if isinstance(end, BaseException))
@@ -98,7 +102,7 @@ async def train(driver, key, devices, graph):
 async def test_each_driver_runs_in_its_turn_and_every_task_once(what, seed, no_leaks):
     loop, arbiter, draw = asyncio.get_running_loop(), ServedArbiter(), random.Random(seed)
     mine, others = draw.choice(GRAPHS), draw.choice(GRAPHS)
-    devices = Devices(draw.randrange(1, 2 * len(mine.tasks)))
+    devices = Devices(draw.randrange(1, 4 * len(mine.tasks)))
     happened = asyncio.Event()
     async with open_driver(devices=DEVICES) as a, open_driver(devices=DEVICES) as b:
         for driver in (a, b):
