@@ -59,7 +59,7 @@ class Probes:
         while not self._over.wait(PAUSE):
             begun = time.monotonic()
             try:
-                with urlopen(f"{self._url}/readyz", timeout=2) as answer:
+                with urlopen(f"{self._url.rstrip('/')}/readyz", timeout=2) as answer:
                     self.missed += answer.status != 200
             except OSError:
                 self.missed += 1
@@ -113,10 +113,13 @@ def _disturb(run: Run, service: Any, state: Path, right: dict[str, Any]) -> None
     report = run.report
 
     def check(entry: str, found: dict[str, Any]) -> None:
-        is_right = found["state"] == "finished" and curve(state, found["id"]) == right[entry]
+        steps = curve(state, found["id"])
+        is_right = found["state"] == "finished" and steps == right[entry]
         report.counts["healthy job"][f"{entry}: {'bit-equal' if is_right else 'wrong'}"] += 1
         if not is_right or found["attempts"] != 1:
-            report.find(f"{entry}: {found['state']}, {found['attempts']} starts, {found['cause']}")
+            wrong = next((ours[0] for ours, theirs in zip(steps, right[entry], strict=False) if ours != theirs), None)
+            notes = [each.data.get("text") for each in client.events(found["id"]) if each.kind == "note"]
+            report.find(f"{entry}: {found['state']}, {found['attempts']} starts, first wrong at step {wrong}; {notes}")
 
     with Probes(str(service.url)) as probes:
         while run.has_time:

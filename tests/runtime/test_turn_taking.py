@@ -56,10 +56,13 @@ class Devices:
         with self.lock:
             return sum((who, number) == (key, step) for who, number, _ in self.ran) >= 4 * tasks
 
-    def check(self, key, steps):
-        """Every task of the first ``steps`` has run once, those of each device in the order of steps."""
+    def check(self, key, graph, steps):
+        """Every task of the first ``steps`` has run once, behind what it depends on, and steps one after the other."""
         counts = Counter((step, task.number) for who, step, task in self.ran if who == key)
         assert set(counts.values()) <= {1}
+        places = {(step, task): place for place, (step, task) in enumerate(counts)}
+        for (step, task), place in places.items():
+            assert all(places[step, before] < place for before in graph.dependencies[task])
         last = {}
         for who, step, task in self.ran:
             if who == key and task.source is None:
@@ -137,8 +140,8 @@ async def test_each_driver_runs_in_its_turn_and_every_task_once(what, seed, no_l
         training = asyncio.gather(train(a, "a", devices, mine), train(b, "b", devices, others))
         (whole, _), (whole_b, _) = await asyncio.wait_for(training, 30)
         assert whole_b == STEPS
-        devices.check("b", STEPS)
-        devices.check("a", 1)
+        devices.check("b", others, STEPS)
+        devices.check("a", mine, 1)
         assert whole == STEPS or what in ("a task fails", "a is cancelled")
         assert not seat._steps
         for key in list(arbiter._arbiter._parties):

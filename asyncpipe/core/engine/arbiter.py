@@ -219,15 +219,16 @@ class Arbiter(Generic[_Key]):
     def _handle(self, event: Event, now: float) -> None:
         self._execute(self._scheduler.handle(event, now), now)
 
-    def _execute(self, commands: Sequence[Command], now: float) -> None:
-        for command in commands:
+    def _execute(self, commands: Iterable[Command], now: float) -> None:
+        pending = deque(commands)  # In this order: a device runs tasks in the order in which they were dispatched.
+        while pending:
+            command, known = pending.popleft(), list[Event]()
             if isinstance(command, Dispatch):
-                self._dispatched(*command, now)
+                known = self._dispatched(*command)
             elif isinstance(command, Abort):
                 for turn in self._turns.values():
-                    for number, task in [each for each in turn.waiting if each[0] == command.step]:
-                        turn.waiting.remove((number, task))
-                        self._handle(TaskDropped(number, task), now)
+                    known += [TaskDropped(*each) for each in turn.waiting if each[0] == command.step]
+                    turn.waiting = deque(each for each in turn.waiting if each[0] != command.step)
             elif isinstance(command, StepCompleted):
                 step, taken = self._steps.pop(command.step), self._scheduler.remove(command.step).taken
                 del step.party.numbers[step.own]
@@ -235,16 +236,20 @@ class Arbiter(Generic[_Key]):
                 if command.failed_task is not None and isinstance(command.error, ScheduleError):
                     failed = command.failed_task, ScheduleError(str(command.error))
                 step.party.answers.append(StepOver(step.own, taken, failed))
+            for event in known:
+                pending.extend(self._scheduler.handle(event, now))
 
-    def _dispatched(self, number: int, task: int, now: float) -> None:
+    def _dispatched(self, number: int, task: int) -> list[Event]:
+        """Have a task wait for its turn; what became of it, if it had that before."""
         step = self._steps[number]
         turn = self._turns[step.graph.tasks[task].lane.device]
         if (event := step.ended.pop(task, None)) is not None:
-            self._handle(_renumbered(event, number), now)
-        elif task in step.given:
+            return [_renumbered(event, number)]
+        if task in step.given:
             turn.begun.add((number, task))
         else:
             turn.waiting.append((number, task))
+        return []
 
     def _give(self, turn: _DeviceTurn) -> None:
         """Give turns to those who wait, as long as nobody else has the device."""
