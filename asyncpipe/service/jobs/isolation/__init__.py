@@ -14,8 +14,7 @@
     relay.py            tells the service what the run tells there
     job_output.py       what its code prints and logs, for the log of the run (service/jobs/run_log.py)
     arbitration.py      the process that says whose turn it is on devices that jobs share, and their way to it
-    job_output.py       what its code prints and logs, for the job's log
-    confines.py         what the process may use: memory, and time that others leave
+    confines.py         how much memory the process may use
 
 A process is a worker as those of ``runtime/workers`` are: forked from one that has imported torch, watched by pings,
 and killed by the kernel when the service is gone; but it leads a group, which ends with it. Losses and snapshots pass
