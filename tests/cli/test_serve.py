@@ -77,7 +77,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(CHARLM / "charlm.py", tmp_path / "code")
     (tmp_path / "code" / "slow.py").write_text(SLOW, encoding="utf-8")
     (tmp_path / "service.toml").write_text(
-        'devices = ["cpu:0", "cpu:1"]\nentry_path = "code"\nport = 0\nmetrics_port = 0\n'
+        'isolation = "thread"\ndevices = ["cpu:0", "cpu:1"]\nentry_path = "code"\nport = 0\nmetrics_port = 0\n'
         '[entries."charlm:build"]\nfixed = { max_bytes = 20_000 }\n[entries."slow:build"]\n',
         encoding="utf-8",
     )

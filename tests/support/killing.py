@@ -59,7 +59,7 @@ SCRIPT = "import sys; from asyncpipe import cli; from asyncpipe.cli import serve
 
 
 def make_folder(folder: Path) -> Path:
-    """``folder``, with the settings of a service that trains the example, and the example.
+    """``folder``, with the settings of a service that trains the example, on threads, and the example.
 
     However often it is killed, that is not held against its jobs.
     """
@@ -68,7 +68,7 @@ def make_folder(folder: Path) -> Path:
     (folder / "service.toml").write_text(
         'folder = "state"\nentry_path = "code"\nport = 0\nmetrics_port = "none"\n'
         'devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]\n'
-        "max_attempts = 1000000\n"
+        'isolation = "thread"\nmax_attempts = 1000000\n'
         '[entries."charlm:build"]\nfixed = { max_bytes = 50_000 }\n',
         encoding="utf-8",
     )
