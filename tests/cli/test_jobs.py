@@ -272,6 +272,21 @@ def test_options_win_over_the_file(service, capsys):
     assert (sent["training"]["steps"], sent["training"]["batch_size"]) == (5, 32)
 
 
+@pytest.mark.parametrize("devices", [2, {"count": 2, "memory": "20 GiB", "hosts": 1}])
+def test_a_file_may_ask_a_service_for_any_devices(service, capsys, tmp_path, devices):
+    path = tmp_path / "job.toml"
+    written = json.dumps(devices).replace(": ", " = ")
+    text = CHARLM.read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("devices"))
+    path.write_text(text.replace(line, f"devices = {written}"), encoding="utf-8")
+    jobs(capsys, "submit", str(path))
+    jobs(capsys, "submit", str(CHARLM), "--devices", "3", "--set", "service.priority=7")
+    (_, _, first), (_, _, second) = service.sent
+    assert (first["pipeline"]["devices"], second["pipeline"]["devices"], second["priority"]) == (devices, 3, 7)
+    assert cli.main(["train", str(path)]) == 2
+    assert "pipeline.devices: only a service chooses them; name them here" in capsys.readouterr().err
+
+
 def test_the_same_key_makes_one_job(service, capsys):
     first, _ = jobs(capsys, "submit", str(CHARLM), "--key", "monday")
     again, _ = jobs(capsys, "submit", str(CHARLM), "--key", "monday", "--json")

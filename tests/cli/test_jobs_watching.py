@@ -87,10 +87,11 @@ def test_jobs_are_submitted_listed_and_steered_by_names(api, run, tmp_path):
     lines, err = run("cancel", ids[2], "nobody", status=1)
     assert (len(lines), "nobody: Not Found (404)" in err) == (1, True)
     run("priority", "background", "last", ids[3])
+    run("priority", "-5", ids[3])
     run("weight", "2.5", ids[3])
     run("tag", ids[3], "--add", "good", "--remove", "night")
     changed = json.loads(run("show", ids[3], "--json")[0][0])
-    assert (changed["priority_class"], changed["weight"]) == ("background", 2.5)
+    assert (changed["priority_class"], changed["weight"], changed["priority"]) == ("background", 2.5, -5)
     assert changed["tags"] == ["w3", "good"]
     assert len(run("list", "--since", "-1h")[0]) > 1
     assert run("list", "--since", "1h")[0] == run("list", "--entry", "none")[0] == ["no jobs"]

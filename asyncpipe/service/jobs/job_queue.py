@@ -59,7 +59,7 @@ __all__ = [
 
 LOOK_AHEAD, MOST_ALIKE = 32, 128
 """How many jobs of the queue are looked at that want different things, and how many in all, the first included."""
-PASSES = 8
+PASSES = 32
 """How many jobs may begin on devices that a job before them waits for, until these are held for it."""
 PATIENCE_SECONDS = 3600.0
 """How long a job that has to run alone gives way to others, which need not wait until no job runs."""
@@ -82,6 +82,15 @@ class _Places:
 
     def __getitem__(self, number: int) -> tuple[float, _Place]:
         return self.rank + number * self.step, self.line[number]
+
+    def before(self, other: tuple[float, _Place]) -> int:
+        """How many are before the place ``other``."""
+        found = min(max(int((other[0] - self.rank) / self.step), 0), len(self.line))
+        while found < len(self.line) and self[found] < other:
+            found += 1
+        while found and self[found - 1] >= other:
+            found -= 1
+        return found
 
 
 class JobQueue:
@@ -138,9 +147,7 @@ class JobQueue:
         own = self._places((is_background, user), now)
         mine = own[bisect_left(own.line, place_)]
         found = sum(len(line) for (background, _), line in self._lines.items() if is_background and not background)
-        for each in self._ranked(is_background, now):
-            found += bisect_left(range(len(each.line)), mine, key=each.__getitem__)
-        return found
+        return found + sum(each.before(mine) for each in self._ranked(is_background, now))
 
     def _ranked(self, is_background: bool, now: float) -> Iterator[_Places]:
         return (self._places(line, now) for line in self._lines if line[0] is is_background)
@@ -256,6 +263,8 @@ class _Floor:
     held: dict[str, str] = field(default_factory=dict)
     wanted: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By job that may be passed, the devices that it would have."""
+    hopes: dict[tuple[DeviceRequest, tuple[str, ...], tuple[str, ...]], tuple[str, ...]] = field(default_factory=dict)
+    """By what a job asks for, could have and can have now, the devices that it would have."""
     alike: dict[tuple[DeviceRequest, int], QueueDecision] = field(default_factory=dict)
     """By what a job wants that waits, what was decided about it."""
 
@@ -302,7 +311,11 @@ class _Floor:
         return self._wait(job, [each for each in there if each in fitting], free, usable)
 
     def _wait(self, job: Candidate, could: list[str], free: list[str], usable: list[str]) -> QueueDecision:
-        wanted = place(job.request, could, {each: 1.0 for each in could if each not in free}, self.has.apart) or ()
+        hope = job.request, tuple(could), tuple(free)
+        if hope not in self.hopes:
+            used = {each: 1.0 for each in could if each not in free}
+            self.hopes[hope] = place(job.request, could, used, self.has.apart) or ()
+        wanted = self.hopes[hope]
 
         def missing(devices: tuple[str, ...]) -> int:
             return sum(each not in free for each in devices)

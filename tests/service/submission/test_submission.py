@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -387,6 +388,50 @@ def test_declared_memory_has_to_fit_on_each_device():
     with pytest.raises(SubmissionError, match="memory: must be at most 1 GiB"):  # The limit was lowered meanwhile.
         job_of(kept, service(memory_limit={"cpu:0": "1 GiB"}))
     assert job_of(kept, SERVICE).name == kept.name
+
+
+HOSTS = [f"{host}/cuda:{number}" for host in "ab" for number in range(2)]
+LARGE = service(devices=HOSTS, memory_limit=dict.fromkeys(HOSTS[:3], "3 GiB") | {HOSTS[3]: "1 GiB"})
+
+
+@pytest.mark.parametrize(
+    ("devices", "kept", "memory"),
+    [
+        (2, {"count": 2, "hosts": None}, None),
+        ({"count": 2, "hosts": 1}, {"count": 2, "hosts": 1}, None),
+        ({"count": 2, "hosts": 1, "memory": "3 GiB"}, {"count": 2, "hosts": 1}, 3 << 30),
+    ],
+)
+def test_a_job_may_ask_for_any_devices(devices, kept, memory):
+    document = check_submission(changed("pipeline.devices", devices), LARGE, ENTRIES)
+    assert (document["pipeline"]["devices"], document["memory"]) == (kept, memory)
+    assert check_submission(document, LARGE, ENTRIES) == document, "as a copy of it is"
+    job = record(document)
+    assert (job.devices, str(job.request)) == ((), "any 2" + (" on 1 host" if kept["hosts"] else ""))
+    assert job_of(replace(job, placed=tuple(HOSTS[:2])), LARGE).pipeline.devices == tuple(HOSTS[:2])
+    with pytest.raises(SubmissionError, match=r"pipeline.devices: must be at most 1, got 2"):
+        job_of(replace(job, placed=tuple(HOSTS[:2])), service(devices=["cpu:0"]))
+
+
+@pytest.mark.parametrize(
+    ("devices", "key", "told"),
+    [
+        (9, "pipeline.devices", "must be at most 4, got 9"),
+        (0, "pipeline.devices.count", "must be an integer from 1 to 1024, got 0"),
+        (True, "pipeline.devices", "or how many of any, as 2 or {count = 2}, got true"),
+        ({"count": 2, "host": 1}, "pipeline.devices.host", "known keys of pipeline.devices: count, memory, hosts"),
+        ({"count": 3, "hosts": 1}, "pipeline.devices.hosts", "must be more: so few hosts have no 3 devices"),
+        ({"count": 4, "memory": "2 GiB"}, "memory", "must be less: too few devices of this service have as much"),
+    ],
+)
+def test_what_can_never_be_placed_is_refused(devices, key, told):
+    found = problems(changed("pipeline.devices", devices), LARGE)
+    assert told in found.get(key, ""), found
+
+
+def test_memory_is_said_once():
+    both = changed("pipeline.devices", {"count": 2, "memory": "2 GiB"}) | {"memory": "1 GiB"}
+    assert problems(both) == {"": "pipeline.devices.memory: is 2 GiB, and memory is 1 GiB; leave one out"}
 
 
 @pytest.mark.parametrize(
