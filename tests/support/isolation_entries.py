@@ -6,6 +6,7 @@ They are given a folder, where each says by a file that it is at it.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import re
@@ -137,6 +138,8 @@ def crashes(folder: str) -> Workload:
 
     def crash() -> None:
         _say(folder, "child of crashes", _with_child())
+        os.write(1, b"to the descriptor\n")
+        faulthandler.dump_traceback(all_threads=False)
         os._exit(3)
 
     return _with(_In("crashes", folder, crash))

@@ -127,6 +127,11 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
         record = await comes(service, crashed, JobState.QUARANTINED, JobState.FAILED, JobState.FINISHED)
         assert record.cause.startswith("its process exited with status 3; attempt 3 of 3")
         assert not is_alive(int(await there(tmp_path / "child of crashes")))
+        said = [(line.stream, line.text) for line in read_said(manager.logs.folder / crashed, 0).lines]
+        assert ("stderr", "to the descriptor") in said
+        line = isolation_entries.crashes.__code__.co_firstlineno + 6
+        assert ("stderr", f'  File "{isolation_entries.__file__}", line {line} in crash') in said
+        assert record.root == f"its process exited with status N (isolation_entries.py:{line} in crash)"
     alone = parsed.override("snapshots", folder=tmp_path / "alone")
     disturb()
     summary = await TrainingRun(alone, isolation_entries.plain).run()
