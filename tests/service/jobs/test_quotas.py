@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from asyncpipe.service.job_states import JobState
 from asyncpipe.service.jobs import quotas as quotas_module
-from asyncpipe.service.jobs.quotas import Quotas
+from asyncpipe.service.jobs.quotas import Quotas, devices_wanted
 from asyncpipe.service.settings.quota_settings import QuotaSettings
 from asyncpipe.service.settings.service_settings import SettingsError
 from asyncpipe.service.store.job_store import JobStore, QuotaError
@@ -96,6 +96,8 @@ async def test_bytes_on_disk_are_measured_and_only_what_has_changed_again(
 
 
 async def test_devices_hold_jobs_back_and_nobody_else(tmp_path: Path) -> None:
+    asked = (["cpu:0", "cpu:0"], ["cpu:0", "cpu:1"], {"count": 3})
+    assert [devices_wanted({"pipeline": {"devices": each}}) for each in asked] == [1, 2, 3]
     table = {"default": {"running_devices": 2}, "teams": {"vision": {"running_devices": 3}}}
     settings = {"quotas": table, "max_running": 9, "devices": ["cpu:0", "cpu:1", "cpu:2"]}
 

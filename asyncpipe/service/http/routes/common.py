@@ -26,7 +26,6 @@ __all__ = [
     "Seen",
     "Service",
     "Step",
-    "access_of",
     "api_router",
     "changes_need",
     "details",
