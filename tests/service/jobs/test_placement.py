@@ -60,8 +60,9 @@ def test_no_other_choice_uses_fewer_devices_of_others_or_fewer_hosts(count, host
         return
     assert sorted(found) == list(found)
     assert hosts_of(found) <= (hosts or 3)
-    if not worse(found)[0]:  # Where some are used, one host is looked at after the other.
-        assert worse(found) == min(map(worse, possible))
+    best = min(map(worse, possible))
+    if not best[0]:  # Where some have to be used, one host is looked at after the other.
+        assert worse(found) == best
 
 
 def hosts_of(chosen):
