@@ -2,7 +2,7 @@
 
 Jobs are ordered by their number, which counts submissions; clients see ids only. A list of some states or of an entry
 takes as long in a store of a hundred thousand jobs as in an empty one; a search by tag, text or time looks at all jobs,
-which takes about 50 ms.
+which takes about 100 ms.
 """
 
 from __future__ import annotations
