@@ -16,10 +16,16 @@ _SECRETS = (
     r"(\b(?:asyncpipe_|hf_|gh[opsu]_|github_pat_|sk-|xox[abp]-|AKIA))[\w-]{12,}",
 )
 _PATTERN = [re.compile(each, re.IGNORECASE) for each in _SECRETS]
+_WORDS = (
+    *"passw passphrase secret credential signature key token authorization bearer ://".split(),
+    *"asyncpipe_ hf_ gho_ ghp_ ghs_ ghu_ github_pat_ sk- xox akia".split(),
+)
+"""Each pattern has one of these. To look for them takes a tenth of the time, and most lines have none."""
 
 
 def redacted(text: str) -> str:
     """``text`` with ``***`` in the place of what looks like a secret."""
-    for pattern in _PATTERN:
+    lower = text.lower()
+    for pattern in _PATTERN if any(word in lower for word in _WORDS) else ():
         text = pattern.sub(r"\1***", text)
     return text

@@ -18,7 +18,11 @@ from asyncpipe.train.redaction import redacted
         ("s3://ada:hunter2@store.example/bucket", "s3://***@store.example/bucket"),
         ("{'Authorization': 'Bearer hunter2'}", "{'Authorization': 'Bearer ***'}"),
         ("sent Bearer hunter2hunter2hunter2", "sent Bearer ***"),
-        ("hf_hunter2hunter2hunter2 is no token", "hf_*** is no token"),
+        ("hf_hunter2hunter2hunter2 is none", "hf_*** is none"),
+        *[(f"{word}=hunter2", f"{word}=***") for word in
+          ("passwd", "passphrase", "SECRET", "credentials", "signature", "access_key", "token", "authorization")],
+        *[(f"{word}hunter2hunter2hunter2", f"{word}***") for word in
+          ("asyncpipe_", "gho_", "ghp_", "ghs_", "ghu_", "github_pat_", "sk-", "xoxb-", "AKIA")],
         *[(text, text) for text in (
             "unexpected token: ']' at 7", "max_tokens=512", "https://h.example/a@b", "F(0,1) failed: OSError: a cable",
             "it does not know the secret", "bearer of bad news",
