@@ -20,7 +20,9 @@ from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.jobs.run_log import SaidPage, last_said, read_said, runs_in
 from asyncpipe.service.service_loop import ServiceDrainingError, ServiceLoop
+from asyncpipe.service.store.device_runs import DeviceRun
 from asyncpipe.service.store.failures import FailureGroup
+from asyncpipe.service.store.finding import JobFigures
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import ALL_JOBS, JobFilter
 from asyncpipe.train.blocking_calls import in_thread
@@ -77,11 +79,11 @@ class JobReading(ABC):
     async def outlooks(self, jobs: Sequence[str]) -> Mapping[str, Outlook]:
         """What is known of each of ``jobs`` now beside its record: its speed, its place in the queue."""
         manager = self.manager
-        trained = await manager.jobs.store.trained_seconds(jobs)
+        known = await manager.jobs.store.figures(jobs)
 
         async def ask() -> Mapping[str, Outlook]:
-            known = manager.outlooks(jobs).items()
-            return {job: replace(outlook, trained_seconds=trained.get(job, 0.0)) for job, outlook in known}
+            outlooks = manager.outlooks(jobs).items()
+            return {job: replace(each, **known.get(job, JobFigures())._asdict()) for job, each in outlooks}
 
         return await self.loop.hop(ask())
 
@@ -98,6 +100,10 @@ class JobReading(ABC):
         manager = self.manager
         running = [run.record for run in list(manager.jobs.running.values())]
         return await manager.quotas.use(owner, teams, running)
+
+    async def runs(self, since: float) -> Sequence[DeviceRun]:
+        """The runs, also of deleted jobs, that ended at ``since`` or later, or have not ended; the oldest first."""
+        return await self.manager.jobs.store.runs(since)
 
     async def past_view(self, job: str) -> LiveView:
         """What the live page of a job shows that does not run. Raises ``UnknownJobError``."""

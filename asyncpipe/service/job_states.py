@@ -297,6 +297,8 @@ class Transition:
     to_state: JobState
     at: float
     cause: str
+    step: int | None = None
+    """The last step done then; of a run that begins, the step that it goes on from. ``None`` in older records."""
 
 
 def check_transition(job: str, state: JobState, to: JobState, expect: JobState | None = None) -> None:

@@ -8,7 +8,7 @@ import { WAIT, audit, driven, focus, open, resize, tabTo } from './page.mjs';
 
 const [url, chromium, profile, pictures] = process.argv.slice(2);
 const answers = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
-const SIZES = [[400, 'dark'], [400, 'light'], [1280, 'dark'], [1280, 'light']];
+const SIZES = [[400, 'dark'], [400, 'light'], [1280, 'dark'], [1280, 'light']], TWO = [SIZES[0], SIZES[3]];
 
 // What a reader sees.
 const look = page => page.evaluate(() => ({
@@ -18,6 +18,7 @@ const look = page => page.evaluate(() => ({
   chips: [...document.querySelectorAll('#states button:not([hidden])')].map(chip => chip.textContent),
   rows: [...document.querySelectorAll('.job')].map(row => ({
     name: row.querySelector('.name').textContent,
+    cells: Object.fromEntries([...row.querySelectorAll('[data-column]')].map(cell => [cell.dataset.column, cell.textContent])),
     state: row.querySelector('.state').textContent, steps: row.querySelector('.done').textContent,
     pace: row.querySelector('.pace').textContent, facts: row.querySelector('.facts').textContent, cause: row.querySelector('.cause').textContent,
     bar: row.querySelector('.bar > div').getBoundingClientRect().width,
@@ -77,12 +78,95 @@ async function compare(page, facts) {
   await page.keyboard.press('Enter');
 }
 
+const fill = (page, key, text) => page.$eval(`[id="field-${key}"]`, (field, text) => { field.value = text; field.dispatchEvent(new Event('input')); }, text);
+const wrong = page => page.$$eval('[aria-invalid=true]', fields => fields.map(field => [field.id, field.closest('.field').querySelector('.wrong').textContent]));
+
+// Columns and their order, by the panel and by the heads of the table.
+async function columns(page, facts) {
+  await page.click('#panel summary');
+  for (const name of ['tags', 'waited']) await page.click(`#columns [value=${name}]`);
+  await page.waitForSelector('.job [data-column=waited]', WAIT);
+  for (const way of ['ascending', 'descending']) {
+    await page.click('[data-column=loss] button');
+    await page.waitForSelector(`th[data-column=loss][aria-sort=${way}]`, WAIT);
+    facts[way] = (await look(page)).rows.slice(0, 2).map(row => row.name);
+  }
+  facts.columns = await page.evaluate(() => ({
+    heads: [...document.querySelectorAll('th')].map(head => head.textContent), place: location.search, focus: document.activeElement.textContent,
+    kept: localStorage.getItem('asyncpipe columns'),
+  }));
+  facts.columns.audit = await audit(page);
+  await page.evaluate(() => localStorage.clear());
+}
+
+// A fork with other values: first with wrong ones, which are told at their fields.
+async function fork(page, facts) {
+  await page.click('[data-act=fork]');
+  await page.waitForSelector('dialog .field', WAIT);
+  facts.dialog = { audits: [] };
+  await fill(page, 'training.learning_rate', 'fast');
+  await fill(page, 'parameters.width', '16');
+  await page.focus('dialog [type=submit]');
+  await page.keyboard.press('Enter');
+  await page.waitForSelector('[aria-invalid=true]', WAIT);
+  facts.dialog.wrong = await wrong(page);
+  facts.dialog.focus = (await focus(page)).id;
+  for (const [width, scheme] of TWO) {
+    await resize(page, width, scheme, pictures && `${pictures}/fork`);
+    facts.dialog.audits.push(await audit(page));
+  }
+  await fill(page, 'training.learning_rate', '5e-1');
+  await Promise.all([page.waitForNavigation(), page.click('dialog [type=submit]')]);
+  await page.waitForSelector('#changed tr', WAIT);
+  facts.dialog.given = await page.$$eval('#changed tr', rows => rows.map(row => [...row.children].map(cell => cell.textContent)));
+  facts.dialog.unchanged = await page.$$eval('#unchanged tr', rows => rows.length);
+}
+
+// Another job like the first one, by the form.
+async function submit(page, facts) {
+  await Promise.all([page.waitForNavigation(), page.click('#like')]);
+  await page.waitForSelector('.field', WAIT);
+  facts.form = { audits: [], name: await page.$eval('[id="field-name"]', field => field.value) };
+  for (const [key, text] of [['name', ''], ['training.steps', '0'], ['pipeline.devices', 'cpu:0, moon']]) await fill(page, key, text);
+  await page.click('[type=submit]');
+  await page.waitForSelector('[aria-invalid=true]', WAIT);
+  facts.form.wrong = await wrong(page);
+  facts.form.told = await page.$eval('#wrong', text => text.textContent);
+  for (const [width, scheme] of TWO) {
+    await resize(page, width, scheme, pictures && `${pictures}/submit`);
+    facts.form.audits.push(await audit(page));
+  }
+  for (const [key, text] of [['name', 'by hand'], ['training.steps', '9'], ['pipeline.devices', '']]) await fill(page, key, text);
+  await page.click('[aria-label=Devices] button');
+  await Promise.all([page.waitForNavigation(), page.click('[type=submit]')]);
+  await page.waitForSelector('#facts dt', WAIT);
+  facts.form.made = await page.evaluate(() => [document.getElementById('job').textContent, document.getElementById('facts').textContent]);
+}
+
+// Who uses which device.
+async function devices(page, facts) {
+  await Promise.all([page.waitForNavigation(), page.click('nav [href$=devices]')]);
+  await page.waitForSelector('.device', WAIT);
+  facts.devices = await page.evaluate(() => ({
+    rows: [...document.querySelectorAll('.device')].map(row => [row.querySelector('h3').textContent, row.querySelector('.now').textContent, row.querySelectorAll('rect').length]),
+    users: [...document.querySelectorAll('#users li')].map(user => user.textContent),
+    hours: [...document.querySelectorAll('#hours tr')].map(row => [...row.children].map(cell => cell.textContent)),
+  }));
+  facts.devices.audits = [];
+  for (const [width, scheme] of TWO) {
+    await resize(page, width, scheme, pictures && `${pictures}/devices`);
+    facts.devices.audits.push(await audit(page));
+  }
+}
+
 // The page of a job, and the way back.
 async function visit(page, facts, name) {
   await Promise.all([page.waitForNavigation(), page.evaluate(name => [...document.querySelectorAll('.name')]
     .find(link => link.textContent === name).click(), name)]);
   await page.waitForFunction(() => document.querySelectorAll('#facts dt').length > 3
-    && ['live', 'ended'].includes(document.getElementById('connection').dataset.state), WAIT);
+    && ['live', 'ended'].includes(document.getElementById('connection').dataset.state)
+    && (document.querySelector('#log p') || document.getElementById('state').textContent === 'finished')
+    && (document.getElementById('failure').hidden || document.getElementById('failure-lines').textContent), WAIT);
   facts[name] = await page.evaluate(() => ({
     place: location.pathname, job: document.getElementById('job').textContent, loss: document.getElementById('loss').textContent,
     state: document.getElementById('state').textContent, connection: document.getElementById('connection-text').textContent,
@@ -90,6 +174,14 @@ async function visit(page, facts, name) {
     facts: Object.fromEntries([...document.querySelectorAll('#facts > div')].map(pair => [...pair.children].map(each => each.textContent))),
     buttons: [...document.querySelectorAll('#buttons button')].map(button => button.dataset.act),
   }));
+  Object.assign(facts[name], await page.evaluate(() => ({
+    trace: document.getElementById('failure-lines').textContent, marks: document.querySelectorAll('#log img').length,
+    log: [...document.querySelectorAll('#log p')].map(line => line.textContent),
+  })));
+  if (facts[name].log.length > 1) {
+    await page.type('#log-text', 'EPOCH');
+    facts[name].found = await page.evaluate(() => [document.getElementById('log-about').textContent, document.querySelectorAll('#log p:not([hidden])').length]);
+  }
   await page.click('#files summary');
   await page.waitForSelector('#artifacts a', WAIT);
   facts[name].files = await page.evaluate(async () => Object.fromEntries(await Promise.all(
@@ -132,11 +224,25 @@ await driven(chromium, profile, async (page, facts) => {
   facts.searched.place = await page.evaluate(() => location.search);
   await page.$eval('#text', text => { text.value = ''; text.dispatchEvent(new Event('input')); });
   await page.waitForFunction(() => document.querySelectorAll('.job').length > 5, WAIT);
+  await columns(page, facts);
   await compare(page, facts);
   await visit(page, facts, 'runs');
   await visit(page, facts, 'done');
   await page.evaluate(() => [...document.querySelectorAll('.states button')].find(chip => chip.dataset.state === 'failed').click());
   await page.waitForFunction(() => document.querySelectorAll('.job').length === 1, WAIT);
+  await page.waitForSelector('#failure-rows button', WAIT);
   facts.failures = await look(page);
+  facts.causes = await page.$$eval('#failure-rows button', buttons => buttons.map(button => button.textContent));
   await visit(page, facts, facts.failures.rows[0].name);
+  await Promise.all([page.waitForNavigation(), page.evaluate(() => document.querySelector('.job .name').click())]);
+  await page.waitForSelector('#changed tr', WAIT);
+  facts.watching = false;
+  await fork(page, facts);
+  facts.watching = true;
+  await page.select('#curve-figure', 'gradient_norm');
+  await page.waitForFunction(() => document.getElementById('curve-title').textContent === 'Gradient norm over steps', WAIT);
+  facts.watching = false;
+  await submit(page, facts);
+  facts.watching = true;
+  await devices(page, facts);
 });

@@ -33,6 +33,7 @@ from asyncpipe.service.jobs.outlook import Outlook
 from asyncpipe.service.jobs.quotas import Quotas
 from asyncpipe.service.known_tokens import KnownTokens
 from asyncpipe.service.settings.service_settings import ServiceSettings
+from asyncpipe.service.store.device_runs import DeviceRun
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.job_store import JobFilter, JobStore, make_id
 from asyncpipe.service.submission.entries import Entries
@@ -53,6 +54,7 @@ NOBODY = "0" * 26
 
 
 def build(width: int = 4, scale: float = 1.0) -> Workload:
+    """Trains nothing."""
     raise AssertionError("nothing is trained here")
 
 
@@ -177,17 +179,17 @@ class FakeService:
         return await self.store.history(job)
 
     async def outlooks(self, jobs: Sequence[str]) -> Mapping[str, Outlook]:
-        trained = await self.store.trained_seconds(jobs)
-        return {
-            job: replace(self.known.get(job, Outlook(waits_for="a place")), trained_seconds=trained[job])
-            for job in jobs
-        }
+        known = await self.store.figures(jobs)
+        return {job: replace(self.known.get(job, Outlook(waits_for="a place")), **known[job]._asdict()) for job in jobs}
 
     async def changes(self, whose: Any = None) -> tuple[Mapping[JobState, int], int]:
         return await self.store.count(whose), await self.store.newest_change(whose)
 
     async def use(self, owner: str, teams: Any) -> Sequence[Mapping[str, Any]]:
         return await Quotas(self.settings, self.store, self.settings.folder / "jobs").use(owner, teams, ())
+
+    async def runs(self, since: float) -> Sequence[DeviceRun]:
+        return await self.store.runs(since)
 
     async def past_view(self, job: str) -> LiveView:
         return PastView((await self.store.get(job)).name, 100, {})
@@ -213,7 +215,7 @@ class FakeService:
 
     async def open_artifact(self, job: str, name: str, step: int | None = None) -> OpenArtifact:
         is_table = name == "losses.csv"
-        parts = [b"step,loss,learning_rate,seconds,tokens\r\n"] if is_table else []
+        parts = [f"{','.join(LossRow._fields)}\r\n".encode()] if is_table else []
         parts.append(loss_lines(self.rows.get(job, []), as_csv=is_table))
         if name.startswith("log"):
             parts = [event_lines(self.told.get(job, []))]

@@ -9,7 +9,7 @@ const shown = value => value === null || value === undefined ? '–' : lossText(
 // arrow keys have gone.
 export class Chart {
   constructor(box, height) {
-    Object.assign(this, { box, height, lines: [], log: false, plot: null, made: '' });
+    Object.assign(this, { box, height, lines: [], marks: [], log: false, plot: null, made: '' });
     this.told = box.appendChild(document.createElement('p'));
     this.told.className = 'unseen';
     this.told.setAttribute('role', 'status');
@@ -49,8 +49,19 @@ export class Chart {
     return {
       width, height: this.height, series: [{ label: 'step', value: (_, step) => step === null ? '–' : whole(step) }, ...series],
       scales: { x: { time: false }, y: { distr: log ? 3 : 1 } }, cursor: { y: false, drag: { x: false } },
-      axes: [{ ...axis, size: 30 }, { ...axis, size: 60 }],
+      axes: [{ ...axis, size: 30 }, { ...axis, size: 60 }], hooks: { draw: [plot => this.mark(plot)] },
     };
+  }
+
+  // A line, with a word beside it, at each of `marks`: [step, word].
+  mark({ ctx, bbox, valToPos }) {
+    const drawn = Object.assign(ctx, { strokeStyle: colour('--faint'), fillStyle: colour('--faint'), font: `${11 * devicePixelRatio}px system-ui`, textAlign: 'left' });
+    for (const [step, word] of this.marks) {
+      const x = Math.round(valToPos(step, 'x', true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      drawn.fillRect(x, bbox.top, devicePixelRatio, bbox.height);
+      drawn.fillText(word, x + 4 * devicePixelRatio, bbox.top + 11 * devicePixelRatio);
+    }
   }
 
   go(event) {

@@ -6,7 +6,16 @@ import { Chart, spark } from './charts.js';
 import { $, count, duration, fill, lossText, make, percent, short, size, whole, write as writeIn } from './text.js';
 import { Timeline } from './timeline.js';
 
-const timeline = new Timeline($('timeline'), $('story')), curve = new Chart($('curve'), 260);
+const timeline = new Timeline($('timeline'), $('story'));
+export const curve = new Chart($('curve'), 260);
+// What can be drawn over steps: its label, and its points from the newest state. The page of a job adds more.
+export const figures = {
+  loss: { label: 'Loss', points: ({ history }) => history.map(point => [point[0], point[1]]) },
+  rate: { label: 'Tokens per second', points: ({ history }) => history.map(point => [point[0], point[3]]) },
+  seconds: { label: 'Seconds per step', points: ({ history }) => history.map(point => [point[0], point[2]]) },
+  bubble: { label: 'Bubble', points: ({ bubbles }) => bubbles },
+};
+let newest = { history: [], bubbles: [] };
 const REASONS = {
   busy: 'busy', dependency: 'waits for data', edge: 'waits for data on its way', copy: 'waits for a copy',
   dispatch: 'waits for the scheduler', shared: 'is used by another job', drain: 'has finished the step',
@@ -140,11 +149,14 @@ function finding({ stages, devices }) {
   return share > 0.005 ? `${first}An idle device mostly ${REASONS[reason]} (${percent(share)} of all device time).` : first;
 }
 
-function showCurve({ history }) {
-  const there = history.some(([, loss]) => loss !== null);
+export function showCurve() {
+  fill($('curve-figure'), Object.keys(figures), () => Object.entries(figures).map(([value, { label }]) => make('option', label, { value })));
+  const { label, points } = figures[$('curve-figure').value], drawn = points(newest), there = drawn.some(([, value]) => value !== null);
   $('curve-empty').hidden = there;
   $('curve').hidden = !there;
-  if (there) curve.draw([{ name: 'loss', points: history.map(([step, loss]) => [step, loss]) }]);
+  write('curve-title', `${label} over steps`);
+  $('curve').setAttribute('aria-label', `${label} over steps. Arrow keys go from step to step.`);
+  if (there) curve.draw([{ name: label.toLowerCase(), points: drawn }]);
 }
 
 function show(state) {
@@ -153,9 +165,11 @@ function show(state) {
   showTimeline(state);
   showStages(state);
   showWorkers(state);
-  showCurve(state);
+  newest = state;
+  showCurve();
 }
 
+$('curve-figure').addEventListener('change', showCurve);
 $('curve-log').addEventListener('change', event => { curve.log = event.target.checked; curve.redraw(); });
 
 // ---- The connection

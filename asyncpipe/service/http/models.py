@@ -25,6 +25,7 @@ SCHEDULE = r"^[A-Za-z0-9_.-]+(\([A-Za-z0-9_ =,-]*\))?$"
 MOST_LISTED = 1000
 """Rows of one response."""
 MOST_CAUSE = 300
+MOST_RUNS = 5000
 
 
 def _finite(value: Any) -> Any:
@@ -70,6 +71,8 @@ class JobSummary(_ResponseModel):
     )
     place: int | None = Field(ge=1, description="Of a queued job in the queue.")
     trained_seconds: float = Field(ge=0, description="How long it has been running in all.")
+    waited_seconds: float = Field(ge=0, description="How long it has been queued in all.")
+    loss: FiniteNumber = Field(description="Of its last step.")
     steps_per_second: FiniteNumber = Field(description="Of a running job, over its last 20 steps.")
     tokens_per_second: FiniteNumber = Field(description="The same in tokens, if its data has some.")
     left_seconds: FiniteNumber = Field(description="Until a running job is done, at this speed.")
@@ -150,6 +153,7 @@ class TransitionAnswer(_ResponseModel):
     to_state: JobState = Field(serialization_alias="to")
     at: Time
     cause: str
+    step: int | None = Field(description="The last step done then; of a run that begins, that it goes on from.")
 
 
 class HistoryAnswer(_ResponseModel):
@@ -166,6 +170,7 @@ class LossAnswer(_ResponseModel):
     learning_rate: FiniteNumber
     seconds: FiniteNumber
     tokens: int
+    gradient_norm: FiniteNumber = Field(description="Before clipping; null where it is not known.")
 
 
 class LossesAnswer(_ResponseModel):
@@ -277,6 +282,34 @@ class EntriesAnswer(_ResponseModel):
     """All entries."""
 
     entries: list[EntryAnswer]
+    submission: dict[str, JsonValue] = Field(description="JSON schema of what is submitted, with all defaults.")
+
+
+class DeviceAnswer(_ResponseModel):
+    """A device of the service."""
+
+    name: str
+    places: int = Field(ge=1, description="How often jobs may name it at once.")
+    memory_limit: int | None = Field(description="The bytes that jobs may have there.")
+
+
+class RunAnswer(_ResponseModel):
+    """A run of a job, which may have been deleted."""
+
+    job: str = Field(description="Its id; empty for a job that is not to be seen.")
+    attempt: int
+    owner: str | None
+    devices: list[str]
+    began: Time
+    ended: Time | None = Field(description="null while it runs.")
+
+
+class DevicesAnswer(_ResponseModel):
+    """The devices of the service, and who uses them."""
+
+    now: Time
+    devices: list[DeviceAnswer]
+    runs: list[RunAnswer] = Field(description="The last 5,000 of the last 24 hours, the oldest first.")
 
 
 class Amounts(_ResponseModel):
@@ -301,6 +334,7 @@ class MeAnswer(_ResponseModel):
     user: str | None = Field(description="null where there are no users.")
     role: TokenRole
     teams: list[str]
+    team_access: str = Field(description="What the user may do with jobs of these teams: none, read or change.")
     limits: list[LimitAnswer] = Field(description="Of the user, then of each team that has a quota.")
 
 

@@ -31,9 +31,13 @@ __all__ = ["Pages"]
 MOST_FEEDS = 4
 """Feeds beyond this number are closed if nobody watches; each has a thread, which mostly sleeps."""
 LIVE = "asyncpipe.observe.live"
-SCRIPTS = ("actions", "api", "compare", "job", "jobs", "workers")
+SCRIPTS = (
+    "actions", "api", "columns", "compare", "devices", "dialog", "failures", "fields", "job", "jobs", "log", "page",
+    "submit", "workers",
+)  # fmt: skip
 OWN_FILES = {
     "/": ("web/jobs.html", "text/html"),
+    **{f"/{name}": ("web/page.html", "text/html") for name in ("devices", "submit")},
     "/jobs.css": ("web/jobs.css", "text/css"),
     **{f"/{name}.js": (f"web/{name}.js", "text/javascript") for name in SCRIPTS},
 }
@@ -128,5 +132,6 @@ class _JobFeed(NamedTuple):
 
 def job_page() -> str:
     """The live page with the script of its job; its files are two folders above it."""
-    page = file_text(LIVE, "live.html").replace("</head>", '<script src="job.js" type="module"></script>\n</head>')
+    page = file_text(LIVE, "live.html").replace("<body>", '<body data-ended="not running">')
+    page = page.replace("</head>", '<script src="job.js" type="module"></script>\n</head>')
     return re.sub(r'(href|src)="(?=[\w/.]+\.(css|js)")', r'\1="../../', page)

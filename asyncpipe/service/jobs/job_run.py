@@ -246,8 +246,8 @@ class JobRun:
 
     def stepped(self, progress: StepProgress) -> None:
         """A step has ended; it is in the log when this returns, and in the store soon."""
-        rate, seconds = progress.learning_rate, progress.seconds
-        self._log.step(LossRow(progress.step, progress.loss, rate, seconds, progress.tokens))
+        rate, seconds, norm = progress.learning_rate, progress.seconds, progress.gradient_norm
+        self._log.step(LossRow(progress.step, progress.loss, rate, seconds, progress.tokens, norm))
         self.pace.add(progress.step, progress.seconds, progress.tokens)
 
     def step_completed(self, record: StepRecord) -> None:

@@ -22,6 +22,10 @@ class Outlook:
     """Of a queued job in the queue, from 1."""
     trained_seconds: float = 0.0
     """How long it has been running in all, pauses and queues excluded."""
+    waited_seconds: float = 0.0
+    """How long it has been queued in all."""
+    loss: float | None = None
+    """Of its last step."""
     steps_per_second: float | None = None
     tokens_per_second: float | None = None
     left_seconds: float | None = None

@@ -41,7 +41,7 @@ def insert_job(
     places = ", ".join("?" * len(values))
     number = db.execute(f"INSERT INTO jobs ({', '.join(values)}) VALUES ({places})", (*values.values(),)).lastrowid  # noqa: S608 - no input
     assert number is not None
-    _add_state(db, number, None, JobState.QUEUED, at, cause)
+    _add_state(db, number, None, JobState.QUEUED, at, cause, more.get("step", 0))
     return number
 
 
@@ -83,7 +83,8 @@ def change_state(
         changes |= {"crashes": 0, "failures": 0}
         if record.deadline is not None and record.deadline <= at:
             changes["document"] = {**record.document, "deadline": None}
-    _add_state(db, number_of(db, record.id), record.state, to, at, cause)
+    step = _snapshot_step(record) if to is JobState.RUNNING else record.step
+    _add_state(db, number_of(db, record.id), record.state, to, at, cause, step)
     changed = replace(record, state=to, cause=cause, updated=at, asked=None, asked_cause=None, **changes)
     if to is JobState.RUNNING:
         begin_run(db, changed, at)
@@ -92,10 +93,16 @@ def change_state(
     return update_job(db, changed)
 
 
+def _snapshot_step(record: JobRecord) -> int:
+    """The step that the next run of the job goes on from."""
+    digits = (record.snapshot or "").rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0
+
+
 def _add_state(
-    db: sqlite3.Connection, number: int, from_: JobState | None, to: JobState, at: float, cause: str
+    db: sqlite3.Connection, number: int, from_: JobState | None, to: JobState, at: float, cause: str, step: object
 ) -> None:
-    data = {"from": from_, "to": to, "cause": cause}
+    data = {"from": from_, "to": to, "cause": cause, "step": step}
     write_events(db, number, [JobEvent(0, at, "state", data)])
 
 

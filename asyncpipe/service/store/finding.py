@@ -33,7 +33,6 @@ __all__ = [
     "number_of",
     "of_whose",
     "resolve_job",
-    "trained_seconds",
 ]
 
 _COLUMNS = (
@@ -50,6 +49,15 @@ WITH RECURSIVE different (listed) AS ( -- few, each found by the index
 """
 """The lists of teams that jobs have, as far as any of the given teams is on them."""
 _SEARCHED = ("name", "entry", "id", "cause", "tags")
+
+
+class JobFigures(NamedTuple):
+    """What lists show of a job beside its record."""
+
+    trained_seconds: float = 0.0
+    """How long it has run in all, until now if it still does."""
+    waited_seconds: float = 0.0
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +223,18 @@ def last_failures(db: sqlite3.Connection, most: int) -> tuple[tuple[str, str, Jo
     return tuple((job, name, JobState(state), at) for job, name, state, at in reversed(rows))
 
 
-def trained_seconds(db: sqlite3.Connection, jobs: Collection[str], now: float) -> dict[str, float]:
-    """How long each of ``jobs`` has been running in all, until ``now`` if it still does; unknown jobs are left out."""
+def figures_of(db: sqlite3.Connection, jobs: Collection[str], now: float) -> dict[str, JobFigures]:
+    """Those of each of ``jobs``; unknown jobs are left out."""
     rows = db.execute(
-        "SELECT id, sum(iif(state = ?, max(coalesce(until, ?) - at, 0), 0)) FROM ("  # noqa: S608 - no input
-        "SELECT jobs.id AS id, json_extract(data, '$.to') AS state, at,"
-        " lead(at) OVER (PARTITION BY job ORDER BY sequence) AS until"
+        "SELECT id, sum(iif(state = ?2, took, 0)), sum(iif(state = ?3, took, 0)),"  # noqa: S608 - no input
+        " (SELECT loss FROM losses WHERE job = number ORDER BY step DESC LIMIT 1) FROM ("
+        "SELECT id, number, json_extract(data, '$.to') AS state,"
+        " max(coalesce(lead(at) OVER (PARTITION BY job ORDER BY sequence), ?1) - at, 0) AS took"
         " FROM jobs JOIN events ON events.job = jobs.number AND kind = 'state'"
         f" WHERE jobs.id IN ({', '.join('?' * len(jobs))})) GROUP BY id",
-        (JobState.RUNNING, now, *jobs),
+        (now, JobState.RUNNING, JobState.QUEUED, *jobs),
     )
-    return dict(rows.fetchall())
+    return {job: JobFigures(*figures) for job, *figures in rows.fetchall()}
 
 
 def is_text(text: object) -> bool:

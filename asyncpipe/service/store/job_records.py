@@ -44,6 +44,8 @@ class LossRow(NamedTuple):
     learning_rate: float
     seconds: float
     tokens: int
+    gradient_norm: float = nan
+    """Of all gradients together, before clipping; NaN where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class JobEvent:
     """Unix time."""
     kind: EventKind
     data: Mapping[str, Any]
-    """``state``: from, to, cause. ``note``: level, text. ``snapshot``: step, name. ``step``: the fields of
+    """``state``: from, to, cause, step. ``note``: level, text. ``snapshot``: step, name. ``step``: the fields of
     ``LossRow``, whose numbers may be infinite or NaN."""
 
 
@@ -77,7 +79,7 @@ def write_losses(db: sqlite3.Connection, number: int, losses: Sequence[LossRow])
     """Add ``losses``, whose steps increase, to those of the job with this ``number``."""
     if losses:
         db.execute("DELETE FROM losses WHERE job = ? AND step >= ?", (number, losses[0].step))
-        db.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?)", [(number, *row) for row in losses])
+        db.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?, ?)", [(number, *row) for row in losses])
 
 
 def read_events(
@@ -102,6 +104,7 @@ def read_transitions(db: sqlite3.Connection, job: str) -> tuple[Transition, ...]
             JobState(event.data["to"]),
             event.at,
             event.data["cause"],
+            event.data.get("step"),
         )
         for event in read_events(db, job, 0, -1, "state")
     )
@@ -129,7 +132,7 @@ def copy_losses(db: sqlite3.Connection, job: str, to: int, until: int) -> None:
 
 def _losses(db: sqlite3.Connection, number: int, which: str, *values: int) -> list[LossRow]:
     rows = db.execute(
-        f"SELECT step, loss, learning_rate, seconds, tokens FROM losses WHERE job = ? AND {which}",  # noqa: S608
+        f"SELECT {', '.join(LossRow._fields)} FROM losses WHERE job = ? AND {which}",  # noqa: S608
         (number, *values),
     )
     return [LossRow._make(nan if value is None else value for value in row) for row in rows.fetchall()]

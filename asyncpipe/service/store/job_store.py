@@ -40,10 +40,12 @@ from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.device_runs import DeviceRun, read_runs
 from asyncpipe.service.store.failures import FailureGroup, find_failures
 from asyncpipe.service.store.finding import (
+    JobFigures,
     JobFilter,
     JobHead,
     due_jobs,
     every_job,
+    figures_of,
     find_job,
     is_text,
     last_failures,
@@ -51,7 +53,6 @@ from asyncpipe.service.store.finding import (
     number_of,
     of_whose,
     resolve_job,
-    trained_seconds,
 )
 from asyncpipe.service.store.job_records import JobEvent, LossRow
 from asyncpipe.service.store.store_errors import (
@@ -469,9 +470,9 @@ class JobStore:
         """(id, name, state, since when) of the last ``most`` jobs that are failed or quarantined, oldest first."""
         return await self._thread.run(lambda db: last_failures(db, most))
 
-    async def trained_seconds(self, jobs: Collection[str]) -> dict[str, float]:
-        """How long each of ``jobs`` has been running in all, until now if it still does; unknown jobs are left out."""
-        return await self._thread.run(lambda db: trained_seconds(db, jobs, self._clock()))
+    async def figures(self, jobs: Collection[str]) -> dict[str, JobFigures]:
+        """How long each of ``jobs`` has run and waited, until now, and its last loss; unknown jobs are left out."""
+        return await self._thread.run(lambda db: figures_of(db, jobs, self._clock()))
 
     async def history(self, job: str) -> tuple[Transition, ...]:
         """Every transition of ``job``, its submission first."""

@@ -87,6 +87,7 @@ CREATE TABLE losses (
     learning_rate REAL,
     seconds REAL,
     tokens INTEGER NOT NULL,
+    gradient_norm REAL,
     PRIMARY KEY (job, step)
 ) WITHOUT ROWID;
 CREATE INDEX jobs_by_state ON jobs (state, number);
@@ -107,6 +108,7 @@ ALTER TABLE jobs ADD COLUMN teams TEXT NOT NULL DEFAULT '[]';
 ALTER TABLE jobs ADD COLUMN placed TEXT NOT NULL DEFAULT '[]';
 ALTER TABLE jobs ADD COLUMN code TEXT;
 ALTER TABLE jobs ADD COLUMN root TEXT;
+ALTER TABLE losses ADD COLUMN gradient_norm REAL;
 {_OF_TEAMS}
 PRAGMA user_version = 3;
 """

@@ -195,8 +195,9 @@ class _RegisteredEntry:
         return read
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the open parameters, with the defaults that JSON can express."""
+        """The JSON schema of the open parameters, with the factory's docstring and defaults that JSON can express."""
         schema = self._model.json_schema()
+        schema["description"] = inspect.getdoc(self.factory) or ""
         for key, described in schema.get("properties", {}).items():
             default = self._parameters[key].default
             if default is None or isinstance(default, str | int | float | bool):

@@ -348,6 +348,10 @@ async def test_nothing_can_be_sent_and_every_answer_has_the_headers(view: Counte
 # The page
 
 
+PAGES = {"/../../", "/../../devices", "/../../submit"}
+"""Of a service, to which the page of a job leads."""
+
+
 async def test_the_page_asks_only_for_files_that_are_there(view: CountedView) -> None:
     async with connected(view) as client:
         texts = {}
@@ -358,7 +362,7 @@ async def test_the_page_asks_only_for_files_that_are_there(view: CountedView) ->
                 texts[path] = await response.text()
     asked = re.findall(r'(?:src|href)="(?!data:)([^"]+)"', texts["/"])
     asked += re.findall(r"from '\./([^']+)'", "".join(texts.values()))
-    assert {f"/{name}" for name in asked} == {*FILES, "/state", "/../../"} - {"/"}
+    assert {f"/{name}" for name in asked} == {*FILES, "/state", *PAGES} - {"/"}
     ids = set(re.findall(r'id="([^"]+)"', texts["/"]))
     used = set(re.findall(r"(?:\$|write)\('([a-z-]+)'", texts["/live.js"]))
     assert used <= ids, used - ids

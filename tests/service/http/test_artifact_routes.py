@@ -72,7 +72,10 @@ async def test_losses_the_log_and_the_list(tmp_path):
         assert [each["name"] for each in listed] == ["model.pt", "losses.jsonl", "losses.csv", "log.jsonl"]
         assert (listed[0]["size"], listed[0]["step"], listed[1]["size"]) == (len(MODEL), 7, None)
         status, content, headers = await ask(api, f"{job}/artifacts/losses.csv")
-        assert (status, content) == (200, b"step,loss,learning_rate,seconds,tokens\r\n1,0.5,0.001,0.25,64\r\n")
+        assert (status, content) == (
+            200,
+            b"step,loss,learning_rate,seconds,tokens,gradient_norm\r\n1,0.5,0.001,0.25,64,nan\r\n",
+        )
         assert headers["etag"] == f'"{hashlib.sha256(content).hexdigest()}"'
         assert (await ask(api, f"{job}/artifacts/losses.csv", Range="bytes=40-", If_Range=headers["etag"]))[1] == (
             content[40:]

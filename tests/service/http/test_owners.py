@@ -23,6 +23,9 @@ FOR_ALL = {
     "/v1/workers/{host}/drain": "by operators",
     "/v1/workers/{host}/undrain": "by operators",
     "/v1/me": "of who asks",
+    "/v1/devices": "when others used a device, not who",
+    "/devices": "a page",
+    "/submit": "a page",
     "/v1/schedules": "nothing of jobs",
     "/v1/entries": "nothing of jobs",
     "/v1/openapi.json": "nothing of jobs",
@@ -93,6 +96,16 @@ async def test_a_job_that_one_may_not_see_does_not_exist_on_any_route(tmp_path: 
             if path != "/jobs/{id}/":
                 assert (await first(api, "GET", path, name, job["id"], alice))[0] in (200, 308, 405), path
         assert (await api.service.get(job["id"])).state is JobState.QUEUED
+
+
+async def test_of_a_device_one_sees_when_others_used_it_and_not_who(tmp_path: Path) -> None:
+    async with mounted(tmp_path, others="none") as api:
+        alice, bob = headers(api, "alice"), headers(api, "bob")
+        _, job, _ = await api.ask("POST", "/v1/jobs", submission(), **alice)
+        await api.service.become(job["id"], JobState.RUNNING)
+        for who, seen in ((alice, (job["id"], "alice")), (bob, ("", None))):
+            (run,) = (await api.ask("GET", "/v1/devices", **who))[1]["runs"]
+            assert ((run["job"], run["owner"]), run["ended"]) == (seen, None)
 
 
 async def test_what_one_sees_of_others_one_does_not_change(tmp_path: Path) -> None:
@@ -223,7 +236,13 @@ async def test_me_and_quotas(tmp_path: Path) -> None:
         "teams": {"vision": {"queued": 3, "bytes": "1 KiB"}},
     }
     async with mounted(tmp_path, quotas=quotas) as api:
-        assert (await api.ask("GET", "/v1/me"))[1] == {"user": None, "role": "operate", "teams": [], "limits": []}
+        assert (await api.ask("GET", "/v1/me"))[1] == {
+            "user": None,
+            "role": "operate",
+            "teams": [],
+            "team_access": "change",
+            "limits": [],
+        }
         alice, bob = headers(api, "alice", "submit", "vision", "nlp"), headers(api, "bob", "read", "vision")
         await api.ask("POST", "/v1/jobs", submission(), **alice)
         _, me, _ = await api.ask("GET", "/v1/me", **alice)

@@ -13,6 +13,7 @@ from yarl import URL
 from asyncpipe.errors import OptionError
 from asyncpipe.observe.http_hosts import is_own_page
 from asyncpipe.service.http import serve_api
+from asyncpipe.service.job_states import JobState
 from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import StoreError, StoreProblem
 
@@ -28,7 +29,7 @@ async def test_a_job_is_submitted_and_shown(tmp_path: Path) -> None:
         assert (job["schedule"], job["step"], job["steps"], job["waits_for"]) == ("gpipe", 0, 100, "a place")
         assert job["document"]["parameters"] == {"width": 8}
         status, shown, _ = await api.ask("GET", headers["Location"])
-        assert (status, shown) == (200, job)
+        assert (status, shown) == (200, job | {"waited_seconds": shown["waited_seconds"]})
 
 
 async def test_devices_of_replicas_are_shown_one_behind_the_other(tmp_path: Path) -> None:
@@ -168,7 +169,8 @@ async def test_losses_are_pages_of_numbers(tmp_path: Path) -> None:
         _, second, _ = await api.ask("GET", f"/v1/jobs/{job}/losses?limit=3&after={first['next']}")
         assert [row["loss"] for row in first["losses"] + second["losses"]] == [0.5, None, None, 0.25]
         assert second["next"] is None
-        assert second["losses"][0] == {"step": 4, "loss": 0.25, "learning_rate": 0.01, "seconds": 0.1, "tokens": 8}
+        figures = {"step": 4, "loss": 0.25, "learning_rate": 0.01, "seconds": 0.1, "tokens": 8}
+        assert second["losses"][0] == {**figures, "gradient_norm": None}
 
 
 async def test_what_may_be_named(tmp_path: Path) -> None:
@@ -177,7 +179,23 @@ async def test_what_may_be_named(tmp_path: Path) -> None:
         assert {"gpipe", "1f1b"} <= set(schedules["schedules"])
         _, entries, _ = await api.ask("GET", "/v1/entries")
         assert [entry["name"] for entry in entries["entries"]] == [ENTRY]
-        assert set(entries["entries"][0]["parameters"]["properties"]) == {"width", "scale"}
+        parameters = entries["entries"][0]["parameters"]
+        assert (set(parameters["properties"]), parameters["description"]) == ({"width", "scale"}, "Trains nothing.")
+        assert {"name", "entry", "pipeline", "training"} == set(entries["submission"]["required"])
+
+
+async def test_devices_are_listed_with_their_runs(tmp_path: Path) -> None:
+    async with mounted(tmp_path, memory_limit={"cpu:1": "1 GiB"}) as api:
+        job = await api.submitted()
+        await api.service.become(job, JobState.RUNNING)
+        _, found, _ = await api.ask("GET", "/v1/devices")
+        assert found["devices"] == [
+            {"name": "cpu:0", "places": 1, "memory_limit": None},
+            {"name": "cpu:1", "places": 1, "memory_limit": 2**30},
+        ]
+        (run,) = found["runs"]
+        assert (run["job"], run["devices"], run["attempt"], run["ended"]) == (job, ["cpu:0", "cpu:1"], 1, None)
+        assert run["began"] <= found["now"]
 
 
 async def test_workers_are_listed_and_their_hosts_drained(tmp_path: Path) -> None:

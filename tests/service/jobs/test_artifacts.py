@@ -42,7 +42,7 @@ def snapshot(folder: Path, step: int, **more: object) -> Path:
 
 
 def row(step: int, loss: float = 0.1) -> LossRow:
-    return LossRow(step, loss, 1e-3, 0.25, 64)
+    return LossRow(step, loss, 1e-3, 0.25, 64, 2.5)
 
 
 def content(artifact: OpenArtifact) -> bytes:
@@ -136,7 +136,8 @@ def test_losses_are_lines_and_a_table_that_is_read_back_with_the_same_bits(folde
     assert [LossRow(**{**each, "loss": float(each["loss"])}) for each in found[:-1]] == rows[:-1]
     assert found[-1]["loss"] == "nan"
     table = list(csv.reader(StringIO(loss_lines(rows, as_csv=True).decode(), newline="")))
-    assert [LossRow(int(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in table[:-1]] == rows[:-1]
+    kinds = (int, float, float, float, int, float)
+    assert [LossRow(*(kind(each) for kind, each in zip(kinds, line, strict=True))) for line in table[:-1]] == rows[:-1]
     assert table[-1][:2] == ["2001", "nan"]
 
 

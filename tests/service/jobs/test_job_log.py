@@ -160,11 +160,11 @@ async def test_events_are_in_the_order_in_which_they_happened_and_bounded(store,
         await store.transition(job, PAUSED, "asked for")
         found = await store.events(job)
         assert [event.data for event in found] == [
-            {"from": None, "to": "queued", "cause": "submitted"},
-            {"from": "queued", "to": "running", "cause": "begins"},
+            {"from": None, "to": "queued", "cause": "submitted", "step": 0},
+            {"from": "queued", "to": "running", "cause": "begins", "step": 0},
             {"level": 20, "text": "no file \\udcff"},
             {"step": 5, "name": "step-5"},
-            {"from": "running", "to": "paused", "cause": "asked for"},
+            {"from": "running", "to": "paused", "cause": "asked for", "step": 0},
         ]
         assert [event.id for event in found] == sorted({event.id for event in found})
         for number in range(100):

@@ -107,6 +107,7 @@ ALTER TABLE jobs DROP COLUMN teams;
 ALTER TABLE jobs DROP COLUMN placed;
 ALTER TABLE jobs DROP COLUMN code;
 ALTER TABLE jobs DROP COLUMN root;
+ALTER TABLE losses DROP COLUMN gradient_norm;
 PRAGMA user_version = 2;
 """
 

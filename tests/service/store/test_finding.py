@@ -10,6 +10,7 @@ from store_helpers import CANCELLED, FAILED, FINISHED, PAUSED, QUEUED, RUNNING, 
 
 from asyncpipe.errors import OptionError
 from asyncpipe.service.job_states import JobRecord
+from asyncpipe.service.store.job_records import LossRow
 from asyncpipe.service.store.job_store import AmbiguousJobError, JobFilter, JobStore, UnknownJobError
 
 
@@ -136,10 +137,14 @@ async def test_the_store_tells_how_long_jobs_have_run_and_whether_anything_chang
             await store.transition(job, to, "because")
         times = [each.at for each in await store.history(job)]
         before = await store.newest_change()
-        found = await store.trained_seconds([job, other, "nobody"])
+        await store.write_records(job, [LossRow(1, 0.5, 0.1, 0.1, 1, 2.0), LossRow(2, 0.25, 0.1, 0.1, 1)], [])
+        found = await store.figures([job, other, "nobody"])
         assert set(found) == {job, other}
-        assert found[job] - (times[2] - times[1]) >= 1.0  # It still runs, and the clock ticks whenever it is read.
-        assert found[other] == 0
+        # It still runs, and the clock ticks whenever it is read.
+        assert found[job].trained_seconds - (times[2] - times[1]) >= 1.0
+        assert (found[job].waited_seconds, found[job].loss) == (times[1] - times[0] + times[4] - times[3], 0.25)
+        assert (found[other].trained_seconds, found[other].loss) == (0, None)
+        assert found[other].waited_seconds > found[job].waited_seconds
         assert await store.newest_change() == before
         await store.transition(other, CANCELLED, "because")
         assert await store.newest_change() == before + 1

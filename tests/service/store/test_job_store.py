@@ -333,6 +333,17 @@ async def test_a_run_that_a_kill_has_ended_ended_when_it_was_heard_of_last(path)
         assert [run.ended for run in await store.runs(0)] == [5.0]
 
 
+async def test_the_history_says_after_which_step_a_run_ended_and_from_which_the_next_goes_on(path):
+    async with JobStore(path) as store:
+        job = (await submitted(store, SPEC)).id
+        await store.transition(job, JobState.RUNNING, "its turn")
+        await progress(store, job, 4, "step-4")
+        await progress(store, job, 6)
+        for to in (JobState.PAUSED, JobState.QUEUED, JobState.RUNNING):
+            await store.transition(job, to, "because")
+        assert [each.step for each in await store.history(job)] == [0, 0, 6, 6, 4]
+
+
 async def test_only_jobs_that_ran_have_a_crash_more_after_a_restart(path):
     async with JobStore(path, make_id=numbered()) as store:
         waits, ran = await submitted(store, SPEC), await submitted(store, SPEC)

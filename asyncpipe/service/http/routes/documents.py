@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from time import time
 
 from fastapi import Request
 
@@ -12,6 +14,7 @@ from asyncpipe.service.http.access_control import holder_of
 from asyncpipe.service.http.routes.common import Seen, Service, api_router
 from asyncpipe.service.http.routes.jobs import Count, Since, Word
 from asyncpipe.service.store.job_store import JobFilter
+from asyncpipe.service.submission.submission import Submission
 from asyncpipe.service.token_roles import TokenRole
 
 __all__ = ["router"]
@@ -34,7 +37,22 @@ async def entries(service: Service) -> models.EntriesAnswer:
         models.EntryAnswer(name=name, code=code and code.partition("\n")[0], parameters=known.schema(name))
         for name, code in codes.items()
     ]
-    return models.EntriesAnswer(entries=found)
+    return models.EntriesAnswer(entries=found, submission=Submission.model_json_schema())
+
+
+@router.get("/devices")
+async def devices(service: Service, seen: Seen) -> models.DevicesAnswer:
+    """Devices that jobs may name, and the runs of the last 24 hours there; of jobs that are not to be seen, when."""
+    settings, now = service.settings, time()
+    found = [
+        models.DeviceAnswer(name=name, places=places, memory_limit=settings.memory_limit.get(name))
+        for name, places in Counter(settings.devices).items()
+    ]
+    runs = [
+        run if seen is None or run.owner == seen.user else run._replace(job="", owner=None)
+        for run in (await service.runs(now - 86_400))[-models.MOST_RUNS :]
+    ]
+    return models.DevicesAnswer.model_validate({"now": now, "devices": found, "runs": runs})
 
 
 @router.get("/counts")
@@ -49,9 +67,9 @@ async def me(service: Service, request: Request) -> models.MeAnswer:
     """Who asks, what the role is, and what quotas allow; without users, somebody who may do everything."""
     holder = holder_of(request)
     if holder is None:
-        return models.MeAnswer(user=None, role=TokenRole.OPERATE, teams=[], limits=[])
-    limits = await service.use(holder.user, holder.teams)
-    return models.MeAnswer.model_validate({**holder._asdict(), "teams": list(holder.teams), "limits": limits})
+        return models.MeAnswer(user=None, role=TokenRole.OPERATE, teams=[], team_access="change", limits=[])
+    more = {"team_access": service.settings.team_access, "limits": await service.use(holder.user, holder.teams)}
+    return models.MeAnswer.model_validate({**holder._asdict(), "teams": list(holder.teams), **more})
 
 
 @router.get("/failures")

@@ -1,6 +1,6 @@
 // What can be done to a job, by its state, and how it goes. Who did it is in the service's audit and the job's history.
 
-import { ask, send } from './api.js';
+import { ask, me, send } from './api.js';
 import { $, make, short, span, whole, write } from './text.js';
 
 export const FAILED = ['failed', 'quarantined'];
@@ -21,7 +21,14 @@ const ACTIONS = {
   },
 };
 
-export const possible = job => Object.keys(ACTIONS).filter(act => ACTIONS[act].can(job));
+// Who sees a job may fork it, if jobs may be submitted at all; the rest is for its owner, teams that may, and operators.
+function may(act, job) {
+  if (me.role === 'operate' || job.owner === me.user) return me.role !== 'read';
+  const together = me.team_access === 'change' && job.teams.some(team => me.teams.includes(team));
+  return me.role === 'submit' && (act === 'fork' || (together && act !== 'delete'));
+}
+
+export const possible = job => Object.keys(ACTIONS).filter(act => ACTIONS[act].can(job) && may(act, job));
 
 // Carries out `act`; resolves to the job as it is then, or null if it is gone.
 export async function carryOut(act, id) {

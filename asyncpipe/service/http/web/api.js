@@ -7,9 +7,9 @@ const ROOT = new URL('.', import.meta.url);
 
 // The service has refused a request, and said why.
 class Refused extends Error {
-  constructor(text, status) {
+  constructor(text, status, problems) {
     super(text);
-    this.status = status;
+    Object.assign(this, { status, problems });
   }
 }
 
@@ -19,11 +19,17 @@ export async function ask(path, options = {}) {
   const response = await fetch(address(path), { cache: 'no-store', ...options });
   const body = await response.json().catch(() => ({}));
   if (response.ok) return body;
-  const problems = (body.problems ?? []).map(({ key, text }) => `${key}: ${text}`);
-  throw new Refused([body.detail ?? `HTTP ${response.status}`, ...problems].join(' '), response.status);
+  const problems = body.problems ?? [], texts = problems.map(({ key, text }) => `${key}: ${text}`);
+  throw new Refused([body.detail ?? `HTTP ${response.status}`, ...texts].join(' '), response.status, problems);
 }
 
-export const send = path => ask(path, { method: 'POST', headers: { 'Content-Type': 'application/json' }, body: '{}' });
+export const send = (path, body = {}) =>
+  ask(path, { method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify(body) });
+
+// Who looks at the page, and what that user's role is. Where there are no users, everybody may do everything.
+export const me = await ask('v1/me').catch(() => ({ user: null, role: 'operate', teams: [] }));
+if ($('me')) write($('me'), me.user ? `${me.user}, may ${me.role}` : '');
+if ($('to-submit')) $('to-submit').hidden = me.role === 'read';
 
 const PAUSES = [2, 4, 8, 15, 30];
 

@@ -1,10 +1,13 @@
 // The jobs of a service: asks the API every two seconds, and shows what it says. Which jobs are shown is kept in the
 // page's address, so that a list can be bookmarked and sent to somebody. Data goes into the page as text, never as markup.
 
-import { agreed, carryOut, complain, devicesText, pace, possible, showButtons } from './actions.js';
-import { address, ask, turns } from './api.js';
+import { agreed, carryOut, complain, possible, showButtons } from './actions.js';
+import { address, ask, me, turns } from './api.js';
+import * as columns from './columns.js';
 import * as compare from './compare.js';
-import { $, ago, count, make, whole, write } from './text.js';
+import { askForValues } from './dialog.js';
+import * as failures from './failures.js';
+import { $, count, fill, make, whole, write } from './text.js';
 import * as workers from './workers.js';
 
 const SECONDS = 2, PAGE = 50;
@@ -14,24 +17,28 @@ const CHIPS = { '': 'All', failed: 'Failed', quarantined: 'Quarantined', running
 let jobs = new Map();         // id -> what the API last said of it, in the order of the list
 let counts = {};              // jobs by state
 let wanted = PAGE;            // how many jobs are shown, if there are as many
+let more = false;             // whether there are jobs beyond them
 const picked = new Set();     // ids of the jobs whose boxes are ticked
 
 // ---- Turns
 
 async function refresh() {
-  const { text, state } = filters(), found = new Map();
+  const { text, state, owner, root } = filters(), found = new Map(), { all, down } = columns.order(filters());
   counts = (await ask('v1/counts')).states;
   let after = null;
   do {
-    const query = { limit: PAGE, ...(text && { text }), ...(state && { state }), ...(after && { after }) };
+    const given = { text, state, owner, root, after, order: all && !down ? 'oldest' : '' };
+    const query = { limit: PAGE, ...Object.fromEntries(Object.entries(given).filter(([, value]) => value)) };
     const page = await ask(`v1/jobs?${new URLSearchParams(query)}`);
     for (const job of page.jobs) found.set(job.id, job);
     after = page.next;
   } while (after && found.size < wanted);
-  $('more').hidden = !after;
+  more = Boolean(after);
+  $('more').hidden = !more;
   jobs = found;
   workers.show((await ask('v1/workers')).workers, jobs);
   show();
+  await failures.show(filters(), choose);
   await compare.show(filters().compare);
 }
 
@@ -43,9 +50,11 @@ function show() {
     .filter(([state]) => counts[state]).map(([state, word]) => `${whole(counts[state])} ${word}`).join(' · '));
   document.title = counts.failed ? `${counts.failed} failed · Jobs · asyncpipe` : 'Jobs · asyncpipe';
   $('nothing').hidden = jobs.size > 0;
+  $('list').hidden = !jobs.size;
   write($('nothing'), all ? 'No job matches.' : 'No job has been submitted yet. From a checkout of asyncpipe, submit the example: ' +
     `asyncpipe jobs submit examples/charlm/charlm.toml --url ${address('.').replace(/\/$/, '')}`);
   showFilters(all);
+  showOrder();
   showRows();
   showChosen();
 }
@@ -64,6 +73,7 @@ function choose(change) {
 function showFilters(all) {
   const { text = '', state = '' } = filters();
   if (document.activeElement !== $('text')) $('text').value = text;
+  showUsers(filters().owner);
   for (const chip of $('states').children) {
     const number = chip.dataset.state ? counts[chip.dataset.state] ?? 0 : all;
     chip.hidden = !number && chip !== document.activeElement && state !== chip.dataset.state;
@@ -72,10 +82,28 @@ function showFilters(all) {
   }
 }
 
+// The users of whom jobs were seen, to choose one of them.
+const users = new Set();
+function showUsers(owner = '') {
+  for (const name of [me.user, owner, ...[...jobs.values()].map(job => job.owner)]) if (name) users.add(name);
+  $('owner').hidden = !users.size;
+  fill($('owner'), [...users], () => [make('option', 'Everybody', { value: '' }), ...[...users].map(
+    value => make('option', value === me.user ? `Mine (${value})` : value, { value }))]);
+  if (document.activeElement !== $('owner')) $('owner').value = owner;
+}
+$('owner').addEventListener('change', event => choose({ owner: event.target.value }));
+
+function showOrder() {
+  const { all, label, down } = columns.order(filters()), way = down ? 'downwards' : 'upwards';
+  if (columns.showHead(filters(), choose)) { $('jobs').replaceChildren(); rows.clear(); }
+  write($('order'), more && !all ? `By ${label.toLowerCase()}, ${way}, are the newest ${whole(jobs.size)} jobs that match. By submission, all of them are in order.` : '');
+}
+columns.makePanel(choose);
+
 for (const [state, label] of Object.entries(CHIPS)) {
   const chip = make('button', `${label} `, { type: 'button', 'data-state': state });
   chip.append(make('b'));
-  chip.addEventListener('click', () => choose({ state: filters().state === state ? '' : state }));
+  chip.addEventListener('click', () => choose({ state: filters().state === state ? '' : state, root: '' }));
   $('states').append(chip);
 }
 let typing = 0;
@@ -92,7 +120,7 @@ const rows = new Map();
 
 function showRows() {
   for (const [id, row] of rows) if (!jobs.has(id)) { row.remove(); rows.delete(id); picked.delete(id); }
-  [...jobs.values()].forEach((job, index) => {
+  columns.sorted([...jobs.values()], filters()).forEach((job, index) => {
     const row = rows.get(job.id) ?? newRow(job);
     if ($('jobs').children[index] !== row) $('jobs').insertBefore(row, $('jobs').children[index] ?? null);
     fillRow(row, job);
@@ -102,6 +130,7 @@ function showRows() {
 function newRow(job) {
   const row = $('job').content.firstElementChild.cloneNode(true);
   row.querySelector('.name').href = `jobs/${job.id}/`;
+  columns.addCells(row, filters());
   row.querySelector('.pick').addEventListener('change', event => {
     picked[event.target.checked ? 'add' : 'delete'](job.id);
     showChosen();
@@ -111,25 +140,15 @@ function newRow(job) {
 }
 
 function fillRow(row, job) {
-  const part = name => row.querySelector(name), { step, steps } = job, places = job.devices ?? [];
+  const part = name => row.querySelector(name);
   row.dataset.state = job.state;
   part('.pick').checked = picked.has(job.id);
   part('.pick').setAttribute('aria-label', `Choose ${job.name}`);
   write(part('.name'), job.name);
-  write(part('.tags'), job.tags.join(', '));
   write(part('.facts'), [
-    job.entry, job.schedule, job.replicas > 1 ? count(job.replicas, 'replica') : '',
-    places.length > 2 && job.state !== 'queued' ? count(places.length, 'device') : devicesText(job),
-    job.priority_class === 'background' ? 'background' : '', ago(job.updated),
+    job.entry, job.schedule, job.replicas > 1 ? count(job.replicas, 'replica') : '', job.priority_class === 'background' ? 'background' : '',
   ].filter(Boolean).join(' · '));
-  write(part('.state'), job.asked ? `${job.state}, to be ${job.asked}` : job.state);
-  part('.bar').hidden = !steps;
-  part('.bar').setAttribute('aria-label', `Training steps of ${job.name}`);
-  part('.bar').setAttribute('aria-valuemax', steps ?? 0);
-  part('.bar').setAttribute('aria-valuenow', Math.min(step, steps ?? step));
-  part('.bar > div').style.width = `${steps ? Math.min(step / steps, 1) * 100 : 0}%`;
-  write(part('.done'), `step ${whole(step)}${steps ? ` of ${whole(steps)}` : ''}`);
-  write(part('.pace'), pace(job));
+  columns.fillCells(row, job);
   write(part('.cause'), job.waits_for ?? (['running', 'finished'].includes(job.state) || job.cause === 'submitted' ? '' : job.cause));
   showButtons(part('.buttons'), possible(job), job.name, what => act(what, [job.id]));
 }
@@ -142,7 +161,9 @@ async function act(what, ids) {
   if (!able.length || !agreed(what, which)) return;
   for (const id of able) {
     try {
-      const job = await carryOut(what, id);
+      const asks = able.length === 1 && ['retry', 'fork'].includes(what);
+      const job = await (asks ? askForValues(what, id) : carryOut(what, id));
+      if (job === undefined) return;
       if (!job) jobs.delete(id);
       else if (job.id === id) jobs.set(id, job);
     } catch (error) {

@@ -1,7 +1,7 @@
 // The service's workers, if it has some: few, and the same ones all the time, so their rows stay where they are.
 
 import { complain } from './actions.js';
-import { send } from './api.js';
+import { me, send } from './api.js';
 import { $, duration, write } from './text.js';
 
 export function show(workers, jobs) {
@@ -21,7 +21,7 @@ function fill(row, worker, jobs) {
     heard > 2 ? `silent for ${duration(heard)}` : '', worker.jobs.map(id => jobs.get(id)?.name ?? id).join(', '),
   ].filter(Boolean).join(' · '));
   for (const button of row.querySelectorAll('button')) {
-    button.hidden = worker.draining !== (button.dataset.act === 'undrain');
+    button.hidden = me.role !== 'operate' || worker.draining !== (button.dataset.act === 'undrain');
     button.setAttribute('aria-label', `${button.textContent} ${worker.host}`);
     button.dataset.host = worker.host;
   }
