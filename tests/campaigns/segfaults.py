@@ -107,7 +107,7 @@ def _work(run: Run) -> None:
 
 def _disturb(run: Run, service: Any, state: Path, right: dict[str, Any]) -> None:
     client, options = service.client(), run.options
-    crashing = submit(client, f"{ODD}:segfaults", 10**6, seconds=options.every)
+    crashing = [submit(client, f"{ODD}:segfaults", 10**6, seconds=options.every)]
     healthy = {entry: submit(client, entry, options.steps) for entry in HEALTHY}
     finished, kills, next_kill = 0, 0, time.monotonic() + options.kill
     report = run.report
@@ -129,16 +129,19 @@ def _disturb(run: Run, service: Any, state: Path, right: dict[str, Any]) -> None
                     check(entry, found)
                     finished += 1
                     healthy[entry] = submit(client, entry, options.steps)
+            if client.show(crashing[-1])["state"] in ENDED:  # Three crashes without a new snapshot: quarantined.
+                crashing.append(submit(client, f"{ODD}:segfaults", 10**6, seconds=options.every))
             if time.monotonic() > next_kill and (pid := arbiter_of(service.process.pid)) is not None:
                 os.kill(pid, signal.SIGKILL)
                 kills, next_kill = kills + 1, time.monotonic() + options.kill
         for entry, each in healthy.items():
             check(entry, client.wait(each, 300))
-        found = client.show(crashing)
-        history = client.history(crashing)
-        client.cancel(crashing)
+        found = client.show(crashing[-1])
+        histories = [list(client.history(each)) for each in crashing]
+    crashes = sum(each["from"] == "running" and "SIGSEGV" in each["cause"] for of in histories for each in of)
     back = [
         after["at"] - before["at"]
+        for history in histories
         for before, after in pairwise(history)
         if before["to"] == "queued" and after["to"] == "running" and before["from"] == "running"
     ]
@@ -147,7 +150,8 @@ def _disturb(run: Run, service: Any, state: Path, right: dict[str, Any]) -> None
     if probes.missed:
         report.find(f"/readyz missed {probes.missed} of {len(probes.seconds)}")
     figures = {
-        "segfaults": len(back),
+        "segfaults": crashes,
+        "jobs that crash, one after the other": len(crashing),
         "step of the crashing job": found["step"],
         "healthy jobs finished": finished + len(healthy),
         "kills of the arbiter": kills,

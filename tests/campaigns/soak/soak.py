@@ -241,7 +241,7 @@ class Soak:
 def _served(folder: Path) -> Iterator[tuple[str, Collector]]:
     """A service with its API, on a loop in a thread of its own: its URL and the collector of its metrics."""
     settings = ServiceSettings(
-        folder=folder, devices=DEVICES, entries=[ENTRY], max_running=5, port=0, watchdog_floor=3.0
+        folder=folder, devices=DEVICES, entries=[ENTRY], isolation="thread", max_running=5, port=0, watchdog_floor=3.0
     )
     up: list[tuple[str, Collector]] = []
     is_up, stop = threading.Event(), threading.Event()
