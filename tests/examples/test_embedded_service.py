@@ -144,7 +144,7 @@ async def test_uvicorn_ends_it_gracefully_though_a_stream_and_a_page_are_open(tm
     """As a person runs it, in a process of its own, which SIGTERM ends."""
     command = [sys.executable, "-m", "uvicorn", "--factory", "--app-dir", str(APP.parent), "--port", "0"]
     command += ["--timeout-graceful-shutdown", "1"]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "ASYNCPIPE_ISOLATION": "thread"}
     process = await asyncio.create_subprocess_exec(
         *command, "app:application", cwd=tmp_path, env=environment, stderr=asyncio.subprocess.PIPE
     )
