@@ -239,6 +239,7 @@ await driven(chromium, profile, async (page, facts) => {
   facts.watching = false;
   await fork(page, facts);
   facts.watching = true;
+  await page.waitForSelector('#curve-figure option[value=gradient_norm]', WAIT);
   await page.select('#curve-figure', 'gradient_norm');
   await page.waitForFunction(() => document.getElementById('curve-title').textContent === 'Gradient norm over steps', WAIT);
   facts.watching = false;

@@ -14,6 +14,7 @@ let job = null, known = null, rows = [], drawn = -1, told = '';
 // What the rows of the job have beside what the run itself shows.
 const OWN = { learning_rate: 'Learning rate', gradient_norm: 'Gradient norm' };
 for (const [name, label] of Object.entries(OWN)) figures[name] = { label, points: () => rows.map(row => [row.step, row[name]]) };
+showCurve();
 
 const time = at => new Date(at * 1000).toLocaleString('en-GB', { dateStyle: 'medium', timeStyle: 'medium' });
 
