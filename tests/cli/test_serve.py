@@ -53,7 +53,7 @@ import torch
 class Gate(nn.Module):
     # A step that ends when somebody opens the pipe at the other end.
     def forward(self, x):
-        print("in the gate", flush=True)
+        os.write(1, b"in the gate\\n")  # Not `print`, which goes to the log of the job.
         with open("gate", "rb") as gate:
             gate.read()
         return x

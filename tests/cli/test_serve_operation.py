@@ -32,13 +32,14 @@ pytestmark = [
 ]
 
 GATED = """\
+import os
 import torch
 from torch import nn
 from asyncpipe.train.workload import Workload
 
 class Gate(nn.Module):
     def forward(self, x):
-        print("in the gate", flush=True)
+        os.write(1, b"in the gate\\n")  # Not `print`, which goes to the log of the job.
         with open("gate", "rb") as gate:
             gate.read()
         return x
