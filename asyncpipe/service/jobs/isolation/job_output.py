@@ -52,8 +52,9 @@ class JobOutput(logging.Handler):
             for handler in root.handlers:
                 handler.addFilter(_is_ours)
         root.addHandler(self)
-        self._streams = _OutputStream(sys.stdout, self, "stdout"), _OutputStream(sys.stderr, self, "stderr")
-        sys.stdout, sys.stderr = self._streams
+        there = {name: getattr(sys, name) for name in ("stdout", "stderr")}  # A program may have none.
+        self._streams = {name: _OutputStream(each, self, name) for name, each in there.items() if each is not None}
+        vars(sys).update(self._streams)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Say a log record."""
@@ -75,7 +76,7 @@ class JobOutput(logging.Handler):
 
     def end(self) -> None:
         """Say the lines that have no end."""
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.end()
 
 

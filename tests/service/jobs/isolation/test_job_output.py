@@ -59,6 +59,15 @@ def test_in_a_process_of_several_jobs_each_context_has_its_own(capsys: pytest.Ca
     assert capsys.readouterr().out == "nobody's\n"
 
 
+def test_a_program_without_standard_output_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    said = Said()
+    with taken(said):
+        print("nowhere")
+        print("there", file=sys.stderr)
+    assert said.all == [("stderr", "there")]
+
+
 def test_a_child_of_a_job_prints_to_the_descriptor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
