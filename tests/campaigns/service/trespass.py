@@ -95,7 +95,7 @@ def _requests(service: RealService, alice: str, jobs: list[str]) -> Iterator[tup
     for n in range(4):  # Her keys, with what she submitted, and with something else.
         yield "POST", "/v1/jobs", JOB | {"name": f"guess-{n}"}, {"Idempotency-Key": f"{KEY}-{n}"}
         yield "POST", "/v1/jobs", JOB | {"name": f"guess-{n}"}, {"Idempotency-Key": f"alice {KEY}-{n}"}
-    for path in ("/v1/jobs", "/v1/counts", "/v1/workers", "/v1/me", "/"):
+    for path in ("/v1/jobs", "/v1/counts", "/v1/failures", "/v1/workers", "/v1/me", "/"):
         for header in ("X-Forwarded-User", "X-Remote-User", "X-Forwarded-For", "X-HTTP-Method-Override"):
             yield "GET", path, None, {header: "alice"}
 
