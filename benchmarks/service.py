@@ -111,8 +111,8 @@ def fill(folder: Path, ended: int, queued: int, running: int) -> None:
             if state is not JobState.QUEUED:
                 if number % 50 == 0 or state is JobState.RUNNING:  # The others' are gone with their snapshots.
                     (folder / "jobs" / job).mkdir()
-                steps = [(number, step, 1.5, 3e-4, 0.1, 1024) for step in range(1, 6)]
-                db.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?)", steps)
+                steps = [(number, step, 1.5, 3e-4, 0.1, 1024, None) for step in range(1, 6)]
+                db.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?, ?)", steps)
         db.execute("COMMIT")
 
 

@@ -127,7 +127,8 @@ def _copy_losses(live: sqlite3.Connection, target: sqlite3.Connection, number: i
     """Give the copy of the store the steps until ``step`` that it does not have."""
     (last,) = target.execute("SELECT coalesce(max(step), 0) FROM losses WHERE job = ?", (number,)).fetchone()
     rows = live.execute("SELECT * FROM losses WHERE job = ? AND step > ? AND step <= ?", (number, last, step))
-    target.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?, ?)", rows)
+    places = ", ".join("?" * len(rows.description))  # A store of an older version has fewer columns.
+    target.executemany(f"INSERT INTO losses VALUES ({places})", rows)  # noqa: S608 - no input
 
 
 def _add_snapshots(
