@@ -20,6 +20,7 @@ from dashboard_queries import panel_expressions, rule_expressions, substituted
 from prometheus import Prometheus, poll, running
 
 from asyncpipe.service.client import JobClient
+from asyncpipe.service.token_roles import TokenRole, create_token
 from dashboards import rules
 
 pytestmark = pytest.mark.long
@@ -48,16 +49,22 @@ compute at most is not known."""
 
 
 class Served(NamedTuple):
-    """Where a service is, and its metrics."""
+    """Where a service is, and its metrics; and the token of its user."""
 
     url: str
     metrics: str
+    token: str
+
+    def submit(self, job: dict[str, Any]) -> None:
+        """Submit ``job`` as the user."""
+        JobClient(self.url, token=self.token).submit(job)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) -> Iterator[Served]:
     """A service that trains the example, in workers."""
     folder: Path = tmp_path_factory.mktemp("run")
+    token, _ = create_token(folder / "runs" / "service", "ann", TokenRole.SUBMIT)
     command = [sys.executable, "-m", "asyncpipe", "serve", "--devices", ",".join(DEVICES), "--entries", "charlm:build"]
     command += ["--entry-path", str(CHARLM), "--port", "0", "--metrics-port", "0", "--workers", "processes"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCPIPE_")}
@@ -74,9 +81,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, prometheus_program: str) ->
             while "metrics" not in said and (line := process.stdout.readline()):
                 what, _, where = line.strip().partition(": ")
                 said[what] = where
-            found = Served(said["service"], said["metrics"])
+            found = Served(said["service"], said["metrics"], token)
             assert found.metrics.endswith("/metrics"), log.read_text(encoding="utf-8")
-            JobClient(found.url).submit(JOB)
+            found.submit(JOB)
             yield found
             assert process.poll() is None, log.read_text(encoding="utf-8")
         finally:
@@ -90,8 +97,8 @@ def watching(served: Served, prometheus_program: str, tmp_path_factory: pytest.T
     text = rules.rules_yaml(WINDOW, hold=0.005)
     with running(prometheus_program, tmp_path_factory.mktemp("prometheus"), [target], text) as prometheus:
         assert poll(lambda: prometheus.query("asyncpipe_job_queue_seconds_count"), PATIENCE)
-        JobClient(served.url).submit(SHORT)
-        JobClient(served.url).submit(NAN)
+        served.submit(SHORT)
+        served.submit(NAN)
         yield prometheus
 
 
