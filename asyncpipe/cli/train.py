@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -213,7 +214,8 @@ def _print_summary(summary: TrainingSummary, job_file: Path) -> None:
         if value is not None:
             print(text.format(value))
     if summary.snapshot is not None:
-        again = f"asyncpipe train {job_file} --resume {summary.snapshot.parent}"
+        program = sys.argv[0] if sys.argv[0].endswith("/asyncpipe") else "asyncpipe"  # It need not be on the path.
+        again = f"{program} train {job_file} --resume {summary.snapshot.parent}"
         print("next:")
         if summary.sample is not None:
             print(f"  {again}    # generates from it again")
