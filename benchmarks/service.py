@@ -231,14 +231,14 @@ def run(progress: Progress, ended: int = 200_000, queued: int = 10_000, running:
         progress(f"written in {written:.0f} s; the service starts")
         size = (folder / STORE).stat().st_size / 1e6
         with served(folder, running) as (process, url, metrics, seconds):
-            rows = list(_measured(progress, url.rstrip("/"), metrics, process.pid))
+            rows = list(_measured(progress, url.rstrip("/"), metrics, process.pid, running))
         rows[:0] = [{"what": "the store, MB", "p50": size}, {"what": "the start, s", "p50": seconds}]
         return {"rows": rows, "commits": list(_commits(folder / "commits"))}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _measured(progress: Progress, url: str, metrics: int, pid: int) -> Iterator[dict[str, Any]]:
+def _measured(progress: Progress, url: str, metrics: int, pid: int, running: int) -> Iterator[dict[str, Any]]:
     with httpx.Client(base_url=url, timeout=60) as client:
 
         def get(path: str, **query: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def _measured(progress: Progress, url: str, metrics: int, pid: int) -> Iterator[
             found: dict[str, Any] = answer.json()
             return found
 
-        while get("/v1/counts")["states"]["running"] < 200:
+        while get("/v1/counts")["states"]["running"] < running:
             time.sleep(0.2)
         yield {
             "what": "memory, MB, now and most, after the start",
@@ -258,7 +258,7 @@ def _measured(progress: Progress, url: str, metrics: int, pid: int) -> Iterator[
             yield {"what": f"list, {what}", **timed(partial(get, "/v1/jobs", **query), 10)}
         deep = get("/v1/jobs", limit=1000, order="oldest")["jobs"]
         for _ in range(100):
-            deep = get("/v1/jobs", limit=1000, order="oldest", after=deep[-1]["id"])["jobs"]
+            deep = get("/v1/jobs", limit=1000, order="oldest", after=deep[-1]["id"])["jobs"] or deep
         yield {"what": "list, a page behind 100,000 jobs", **timed(lambda: get("/v1/jobs", after=deep[-1]["id"]))}
         yield {"what": "counts", **timed(lambda: get("/v1/counts"))}
         one = get("/v1/jobs", state="queued")["jobs"][0]["id"]

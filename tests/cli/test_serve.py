@@ -17,6 +17,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from gated_text import GATED_ENTRY
 from killing import SCRIPT, poll, serving
 from preloaded import Program
 
@@ -44,27 +45,6 @@ JOB: dict[str, Any] = {
     "training": {"steps": 5, "batch_size": 4, "learning_rate": 1e-2},
     "snapshots": {"every": 2},
 }
-SLOW = """\
-import os
-from torch import nn
-from asyncpipe.train.workload import Workload
-import torch
-
-class Gate(nn.Module):
-    # A step that ends when somebody opens the pipe at the other end.
-    def forward(self, x):
-        os.write(1, b"in the gate\\n")  # Not `print`, which goes to the log of the job.
-        with open("gate", "rb") as gate:
-            gate.read()
-        return x
-
-def build(*, gated: bool = True) -> Workload:
-    model = nn.Sequential(nn.Linear(2, 2), Gate() if gated else nn.Identity())
-    def batches(batch_size, generator):
-        while True:
-            yield torch.randn(batch_size, 2, generator=generator), torch.zeros(batch_size, 2)
-    return Workload(model, nn.functional.mse_loss, batches, memoryless=True)
-"""
 
 
 @pytest.fixture
@@ -75,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "code").mkdir()
     shutil.copy(CHARLM / "charlm.py", tmp_path / "code")
-    (tmp_path / "code" / "slow.py").write_text(SLOW, encoding="utf-8")
+    (tmp_path / "code" / "slow.py").write_text(GATED_ENTRY, encoding="utf-8")
     (tmp_path / "service.toml").write_text(
         'isolation = "thread"\ndevices = ["cpu:0", "cpu:1"]\nentry_path = "code"\nport = 0\nmetrics_port = 0\n'
         '[entries."charlm:build"]\nfixed = { max_bytes = 20_000 }\n[entries."slow:build"]\n',
@@ -179,7 +159,7 @@ def test_a_hangup_reads_entries_and_the_token_again(folder):
         served.process.send_signal(signal.SIGHUP)
         said("the settings are wrong, and nothing has changed: ")
         assert list(before.list()) == []
-        (folder / "code" / "again.py").write_text(SLOW, encoding="utf-8")
+        (folder / "code" / "again.py").write_text(GATED_ENTRY, encoding="utf-8")
         (folder / "service.toml").write_text(settings + '[entries."again:build"]\n', encoding="utf-8")
         token(TOKEN[::-1])
         served.process.send_signal(signal.SIGHUP)

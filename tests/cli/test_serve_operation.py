@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from certificates import make_authority, make_certificate
+from gated_text import GATED_ENTRY
 from killing import curve, make_folder, poll, serving
 
 from asyncpipe import cli
@@ -31,25 +32,6 @@ pytestmark = [
     ),
 ]
 
-GATED = """\
-import os
-import torch
-from torch import nn
-from asyncpipe.train.workload import Workload
-
-class Gate(nn.Module):
-    def forward(self, x):
-        os.write(1, b"in the gate\\n")  # Not `print`, which goes to the log of the job.
-        with open("gate", "rb") as gate:
-            gate.read()
-        return x
-
-def build() -> Workload:
-    def batches(batch_size, generator):
-        while True:
-            yield torch.randn(batch_size, 2, generator=generator), torch.zeros(batch_size, 2)
-    return Workload(nn.Sequential(nn.Linear(2, 2), Gate()), nn.functional.mse_loss, batches, memoryless=True)
-"""
 JOB: dict[str, Any] = {
     "name": "gated",
     "entry": "gated:build",
@@ -67,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     make_folder(tmp_path / "service")
     folder = tmp_path / "service"
-    (folder / "code" / "gated.py").write_text(GATED, encoding="utf-8")
+    (folder / "code" / "gated.py").write_text(GATED_ENTRY, encoding="utf-8")
     write(folder, "max_body = 16384\n")
     os.mkfifo(folder / "gate")
     monkeypatch.chdir(folder)

@@ -20,6 +20,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from gated_text import GATED_ENTRY
 from killing import Served, curve, make_folder, poll, serving
 
 from asyncpipe.service.client import ApiError, JobClient
@@ -34,26 +35,6 @@ pytestmark = [
     ),
 ]
 
-GATED = """\
-import os
-import torch
-from torch import nn
-from asyncpipe.train.workload import Workload
-
-class Gate(nn.Module):
-    def forward(self, x):
-        os.write(1, b"in the gate\\n")  # Not `print`, which goes to the log of the job.
-        with open("gate", "rb") as gate:
-            gate.read()
-        return x
-
-def build() -> Workload:
-    def batches(batch_size, generator):
-        while True:
-            yield torch.randn(batch_size, 2, generator=generator), torch.zeros(batch_size, 2)
-    model = nn.Sequential(nn.Linear(2, 2), Gate())
-    return Workload(model, nn.functional.mse_loss, batches, memoryless=True)
-"""
 STEPS = 4
 JOB = {
     "name": "gated",
@@ -70,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     """A service's, whose job waits in its first step."""
     make_folder(tmp_path / "service")
     folder = tmp_path / "service"
-    (folder / "code" / "gated.py").write_text(GATED, encoding="utf-8")
+    (folder / "code" / "gated.py").write_text(GATED_ENTRY, encoding="utf-8")
     with (folder / "service.toml").open("a", encoding="utf-8") as file:
         file.write('[entries."gated:build"]\n')
     os.mkfifo(folder / "gate")
