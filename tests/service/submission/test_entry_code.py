@@ -56,15 +56,15 @@ def test_what_an_entry_imports_from_its_folder_counts_and_nothing_else(tmp_path:
 
 
 def test_folders_without_an_init_file_are_packages_or_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pinned_space" / "datasets").mkdir(parents=True)
-    text = "try:\n    import datasets\nexcept ImportError:\n    pass\nfrom . import beside\nimport flat\n"
+    (tmp_path / "pinned_space" / "pinned_rows").mkdir(parents=True)
+    text = "try:\n    import pinned_rows\nexcept ImportError:\n    pass\nfrom . import beside\nimport flat\n"
     for name, content in {"entry": text, "beside": "", "flat": ""}.items():
         (tmp_path / "pinned_space" / f"{name}.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path / "pinned_space")
     monkeypatch.syspath_prepend(tmp_path)
     code = EntryCode(import_module("pinned_space.entry")).now()
     assert names_of(code) == [f"pinned_space/{name}.py" for name in ("beside", "entry", "flat")]
-    for name in ("pinned_space", "pinned_space.entry", "pinned_space.beside", "flat", "datasets"):
+    for name in ("pinned_space", "pinned_space.entry", "pinned_space.beside", "flat", "pinned_rows"):
         sys.modules.pop(name, None)
 
 
