@@ -403,7 +403,11 @@ class _Memory:
         used = {}
         for (stream, *_), count in (*self.reads.items(), *self.writes.items()):
             _join(used, {stream: count})
-        late = {s: c for s, c in used.items() if s is not self.stream and s not in self.recorded}
+        behind = {}
+        for stream in self.recorded:
+            # Torch's allocator waits for an event of each such stream, which is behind all that this has waited for.
+            _join(behind, stream.clock)
+        late = {s: c for s, c in used.items() if s is not self.stream and behind.get(s, 0) < c}
         if late:
             self.stream.freed.append(late)
 

@@ -1,6 +1,6 @@
 """Nothing reads what is not there yet: between streams, and on the host. The device raises ``Hazard``, or gives NaN."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import pytest
@@ -158,3 +158,21 @@ def test_a_loss_does_not_wait_for_tasks_of_the_next_step():
             assert float(next(steps).loss) == float(squares(X, TARGET))
             kernel.close()
             assert len(list(steps)) == 1
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_is_used_again_behind_all_that_a_recorded_stream_has_waited_for(waits):
+    """A tensor of one stream, recorded on a second one, is read on a third: so are inputs that are offloaded."""
+    brought, compute, offload = (emu.Stream() for _ in range(3))
+    with emu.stream(brought):
+        x = torch.ones(8, device="emu:0")
+    compute.wait_stream(brought)
+    x.record_stream(compute)
+    offload.wait_stream(compute)
+    with emu.stream(offload):
+        x + 1
+    if waits:
+        compute.wait_stream(offload)
+    del x
+    with emu.stream(brought), nullcontext() if waits else pytest.raises(emu.Hazard, match="is reused while"):
+        torch.ones(8, device="emu:0")
