@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch_names import INTERNALS
 
 import asyncpipe
 from asyncpipe.ops import torch_internals
-from asyncpipe.ops.torch_internals import INTERNALS, check_torch, with_reference
+from asyncpipe.ops.torch_internals import NEEDED, check_torch, with_reference
 
 PACKAGE = Path(asyncpipe.__file__).parent
 
@@ -63,6 +64,10 @@ def test_each_private_name_has_a_reason_and_a_test() -> None:
     for each in INTERNALS:
         assert each.why, each.names
         assert f"def {each.test}(" in tests, each.test
+
+
+def test_the_import_looks_for_names_without_a_public_way() -> None:
+    assert {name for each in INTERNALS if not each.instead for name in each.names.split()} == set(NEEDED)
 
 
 # Where a name is missing
