@@ -8,8 +8,8 @@ a module with ``run`` and ``show``. Helpers:
     light_worker.py      worker processes without torch, for ``controller``
     scraper.py           turns with and without metrics, which are fetched over HTTP as Prometheus does
 
-``gpu``, ``paper`` and ``unet`` are folders, whose ``__init__`` has ``run`` and ``show``. Soaks, kills and random
-cases are tests: ``tests/campaigns``.
+``gpu``, ``paper``, ``peers`` and ``unet`` are folders, whose ``__init__`` has ``run`` and ``show``. Soaks, kills and
+random cases are tests: ``tests/campaigns``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "the tables of the torchgpipe paper on emulated devices, against their bounds; its timelines",
         ("device", "out"),
     ),
+    "peers": (
+        "a step by asyncpipe, a plain loop, bare threads, bare processes and torch.distributed.pipelining",
+        ("cases", "contestants", "repeats"),
+    ),
+    "plan": ("predicted steps of 14 pipelines on 2 CPU devices, 4 of them with replicas, against measured ones", ()),
     "prediction": ("predicted steps on several hosts, against measured ones of workers with slowed edges", ()),
     "reductions": (
         "reductions over replicas in the bubble: 4 × 8 simulated, against all at the end; the picture of a real 2 × 4",
@@ -55,6 +60,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "shards": ("bytes of the states of an optimizer in shards, by replica", ()),
+    "sharing": ("jobs on the same devices: shares by weight, and what a background job gets and takes", ()),
     "sharing_processes": (
         "jobs that share emulated devices, on threads and in a process each: cost alone, weights, a background job",
         (),

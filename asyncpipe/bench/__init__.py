@@ -5,7 +5,7 @@ that data into Markdown. Its ``...Size`` class says how much is measured; tests 
 
     harness.py      what all benchmarks share: turns, medians, tables. Start reading there
     cases.py        the training steps that several benchmarks measure
-    peers/          asyncpipe beside bare threads, bare processes and torch.distributed.pipelining
+    contestants.py  ways to run such a step: a plain loop, and asyncpipe
 
 The benchmarks that prove the project's own figures are beside the package, in ``benchmarks/``, over the same harness.
 Benchmarks may import everything except ``asyncpipe.cli``.
@@ -23,14 +23,8 @@ Figures = dict[str, Any]
 Progress = Callable[[str], None]
 """Gets a line of text for each part of a benchmark."""
 
-BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "overhead": ("what the scheduler costs: µs per empty and per real task", ()),
-    "pipeline": ("a compute-bound model on 2 CPU devices, against its bound and against one device", ()),
-    "peers": (
-        "a step by asyncpipe, a plain loop, bare threads, bare processes and torch.distributed.pipelining",
-        ("cases", "contestants", "repeats"),
-    ),
-    "plan": ("predicted steps of 14 pipelines on 2 CPU devices, 4 of them with replicas, against measured ones", ()),
-    "sharing": ("jobs on the same devices: shares by weight, and what a background job gets and takes", ()),
+BENCHMARKS = {
+    "overhead": "what the scheduler costs: µs per empty and per real task",
+    "pipeline": "a compute-bound model on 2 CPU devices, against its bound and against one device",
 }
-"""By name: what it measures, and its options, which are keyword arguments of ``run``."""
+"""By name: what it measures."""

@@ -19,8 +19,8 @@ from statistics import median
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.cases import Case, mlp, plain_step
+from asyncpipe.bench.contestants import pipelined
 from asyncpipe.bench.harness import markdown, medians, one_intra_op_thread, rounds, run_on_loop, seconds_of
-from asyncpipe.bench.peers.contestants import CONTESTANTS
 from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task import Task
@@ -110,7 +110,7 @@ def _real_tasks(devices: int, size: OverheadSize, progress: Progress) -> Figures
     case, rows = size.case(devices), []
     x, target = case.batch()
     alone = partial(plain_step, [case.make_stage()], x.requires_grad_(), target, case.microbatches)
-    with one_intra_op_thread(), CONTESTANTS["step"][1](case) as pipe:
+    with one_intra_op_thread(), pipelined(case) as pipe:
         for _ in rounds(size.warm_up + size.rounds, progress, f"real tasks on {devices} devices, round"):
             step, own = pipe.seconds(), seconds_of(alone)
             pipe.clear()

@@ -1,7 +1,7 @@
 """A compute-bound model as a pipeline on 2 CPU devices, against its bound and against one device.
 
 Both arms run the same micro-batches of the same model: the pipeline on two devices with one intra-op thread each, and a
-plain loop without any library on one thread. They are two of the contestants of ``peers``.
+plain loop without any library on one thread.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from functools import partial
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.cases import Case, mlp
+from asyncpipe.bench.contestants import pipelined, plain_loop
 from asyncpipe.bench.harness import markdown, medians, one_intra_op_thread, rounds
-from asyncpipe.bench.peers.contestants import CONTESTANTS
 
 __all__ = ["run", "show"]
 
@@ -22,7 +22,7 @@ CASE = Case("2 stages of 4 × Linear(1024)+ReLU, m=16, 128 rows each", 2, 16, (1
 def run(progress: Progress, *, case: Case = CASE) -> Figures:
     """Medians over rounds: step over bound, and one device over two."""
     rows = []
-    with one_intra_op_thread(), CONTESTANTS["plain"][1](case) as plain, CONTESTANTS["step"][1](case) as pipe:
+    with one_intra_op_thread(), plain_loop(case) as plain, pipelined(case) as pipe:
         for _ in rounds(WARM_UP + ROUNDS, progress):
             step, one_device = pipe.seconds(), plain.seconds()
             report = pipe.results[-1].report

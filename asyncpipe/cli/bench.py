@@ -9,26 +9,16 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from asyncpipe.bench import BENCHMARKS
-from asyncpipe.cli.arguments import add_command, count
+from asyncpipe.cli.arguments import add_command
 from asyncpipe.errors import missing_package
 
 __all__ = ["add_benchmarks", "add_parser"]
-
-_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "cases": ("which of its steps, separated by commas (default: all)", str),
-    "contestants": ("who takes part, e.g. plain,bare,step (default: everyone)", str),
-    "device": ("where to run, e.g. cuda:0", str),
-    "out": ("write timelines as SVG pictures into this folder", str),
-    "repeats": ("measured turns", count),
-    "size": ("small or paper (default: small on a CPU, paper on a CUDA device)", str),
-    "steps": ("steps in a row", count),
-}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,22 +27,23 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_benchmarks(
-    parser: argparse.ArgumentParser, package: str, benchmarks: Mapping[str, tuple[str, tuple[str, ...]]]
-) -> None:
-    """Add a command for each of ``benchmarks``, which are modules of ``package``, with the options that it has."""
-    commands = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
-    for name, (summary, options) in benchmarks.items():
-        command = add_command(commands, name, f"{summary}\n\nMeasure {summary}. Figures are medians.")
-        for option in options:
-            text, kind = _OPTIONS[option]
-            command.add_argument(f"--{option}", type=kind, metavar=option.upper(), help=text)
-        command.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
-        command.set_defaults(run=partial(_run, package, name, options))
+    parser: argparse.ArgumentParser, package: str, benchmarks: Mapping[str, str]
+) -> dict[str, argparse.ArgumentParser]:
+    """Add a command for each of ``benchmarks``, which are modules of ``package``, and return the commands by name.
+
+    A command's default ``options`` names those of its options that are keyword arguments of the benchmark's ``run``.
+    """
+    commands, parsers = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True), {}
+    for name, summary in benchmarks.items():
+        parsers[name] = add_command(commands, name, f"{summary}\n\nMeasure {summary}. Figures are medians.")
+        parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
+        parsers[name].set_defaults(run=partial(_run, package, name), options=())
+    return parsers
 
 
-def _run(package: str, name: str, known: tuple[str, ...], args: argparse.Namespace) -> int:
+def _run(package: str, name: str, args: argparse.Namespace) -> int:
     """Run the benchmark; progress goes to standard error. Raises ``OptionError``, also where a package is missing."""
-    options = {option: value for option in known if (value := getattr(args, option)) is not None}
+    options = {option: value for option in args.options if (value := getattr(args, option)) is not None}
     try:
         benchmark = import_module(f"{package}.{name}")
     except ImportError as error:

@@ -237,7 +237,7 @@ def other_gpu(machine: Machine) -> Outcome:
 
 @check("What do tiny tasks cost beside a plain loop and beside an empty pipeline of one device?", 14)
 def tiny_tasks(machine: Machine) -> Outcome:
-    """The case *tiny* of ``asyncpipe bench peers`` on the device: 4 stages of one small layer, 32 micro-batches.
+    """The case *tiny* of ``python -m benchmarks peers`` on the device: 4 stages of one small layer, 32 micro-batches.
 
     A plain loop launches the same kernels from one thread. Its kernels are so short that the host decides.
     """

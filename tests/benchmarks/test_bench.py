@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe.bench import BENCHMARKS, overhead, pipeline, plan, sharing
+from asyncpipe.bench import BENCHMARKS, overhead, pipeline
 from asyncpipe.bench.cases import Case, mlp
 from asyncpipe.bench.harness import markdown
 from asyncpipe.cli import main
@@ -27,7 +27,7 @@ from asyncpipe.errors import OptionError
 from asyncpipe.ops.device.devices import resolve_devices
 from asyncpipe.ops.edges.connect import HOST_TRANSPORTS
 from benchmarks import BENCHMARKS as OURS
-from benchmarks import edges, examples, graphs, metrics, reductions, unet
+from benchmarks import edges, examples, graphs, metrics, plan, reductions, sharing, unet
 from benchmarks import many_steps as many
 from benchmarks.__main__ import main as ours
 from benchmarks.byte_counters import ByteMeter
@@ -81,9 +81,9 @@ def test_every_benchmark_has_run_and_show_and_is_in_the_help(package, names, com
         (ours, ["paper", "--device", "cpu"], "--device must be a GPU, on which the paper's lines of one GPU are measu"),
         (ours, ["paper", "--out", __file__], "--out must be a folder that can be made, got"),
         (ours, ["paper", "--size", "small"], "unrecognized arguments: --size small"),
-        (main, ["bench", "plan", "--repeats", "3"], "unrecognized arguments: --repeats 3"),
-        (main, ["bench", "peers", "--cases", "tiny,huge"], "case must be one of 'tiny', 'fine', 'mid', 'coarse', 'br"),
-        (main, ["bench", "peers", "--contestants", "gpipe"], "contestant must be one of 'plain', 'bare', 'step', 'dis"),
+        (main, ["bench", "pipeline", "--repeats", "3"], "unrecognized arguments: --repeats 3"),
+        (ours, ["peers", "--cases", "tiny,huge"], "case must be one of 'tiny', 'fine', 'mid', 'coarse', 'br"),
+        (ours, ["peers", "--contestants", "gpipe"], "contestant must be one of 'plain', 'bare', 'step', 'dis"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_runs(capsys, command, arguments, message):
@@ -136,6 +136,9 @@ def test_overhead_measures_empty_and_real_tasks():
     assert [row["tasks"] for row in figures["real"]] == [24, 56]
     assert all(row["us_a_task_by_the_cores"] <= row["us_a_task"] for row in figures["real"])
     assert "µs a task" in shown
+
+
+# The benchmarks beside it
 
 
 def test_the_planner_predicts_what_it_measures():
@@ -195,9 +198,6 @@ def test_only_compute_within_the_span_counts():
     assert sharing.compute_within([Step], 11, 14) == 2
     assert sharing.compute_within([Step], 15, 17) == 0
     assert sharing.compute_within([Step], 10, 99) == 5
-
-
-# The benchmarks beside it
 
 
 def test_large_graphs_are_lowered_and_simulated():

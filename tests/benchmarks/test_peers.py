@@ -1,4 +1,4 @@
-"""asyncpipe bench peers: a short run of every contestant, and what is said of those that are not timed."""
+"""python -m benchmarks peers: a short run of every contestant, and what is said of those that are not timed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from preloaded import preloaded_context
 from torch import nn
 
-from asyncpipe.bench import peers
 from asyncpipe.bench.cases import CASES, Case, mlp, plain_step
-from asyncpipe.bench.peers import two_processes
-from asyncpipe.bench.peers.bare import bare_threads
-from asyncpipe.bench.peers.contestants import CONTESTANTS
+from benchmarks import peers
+from benchmarks.peers import two_processes
+from benchmarks.peers.bare import bare_threads
+from benchmarks.peers.contestants import CONTESTANTS
 
 SMALL = {"small": Case("2 stages of Linear(4)+ReLU", 2, 4, (2, 4), partial(mlp, 4, 1))}
 

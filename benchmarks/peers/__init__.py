@@ -25,9 +25,10 @@ from torch import Tensor
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.cases import CASES, Case
+from asyncpipe.bench.contestants import Contestant
 from asyncpipe.bench.harness import alternating, markdown, one_intra_op_thread, rounds
-from asyncpipe.bench.peers.contestants import CONTESTANTS, Contestant
 from asyncpipe.core.checks import check_choice
+from benchmarks.peers.contestants import CONTESTANTS
 
 __all__ = ["run", "show"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench.cases import RATE, Case, loss_fn
-from asyncpipe.bench.peers.two_processes import meet
+from benchmarks.peers.two_processes import meet
 
 __all__ = ["deepspeed_rank"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from asyncpipe.bench.cases import Case, loss_fn
-from asyncpipe.bench.peers.two_processes import meet
+from benchmarks.peers.two_processes import meet
 
 __all__ = ["all_reduce_rank", "ddp_rank"]
 
