@@ -6,7 +6,6 @@ What is wrong is a warning, and a strict build fails by it.
 from __future__ import annotations
 
 import logging
-import re
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -22,7 +21,6 @@ __all__ = ["on_config", "on_files", "on_page_markdown"]
 _LOG = logging.getLogger("mkdocs.website")
 BESIDE_DOCS = {"index.md", "repository/CHANGELOG.md"}
 """Pages of the navigation that no page of ``docs/`` leads to."""
-HELD = re.compile(r"((?:\s*`tests/\S+\.py::\w+`)+)\s*$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -46,17 +44,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """The page for the site's parser, with links that are right there."""
     uri = page.file.src_uri
     text = relinked(markdown, lambda link: beside(uri, link))
-    if uri == "guarantees.md":
-        text = _tests_folded(text)
     if uri == "reference/commands.md":
         text += commands_page()
     return for_site(text)
-
-
-def _tests_folded(text: str) -> str:
-    """The names of tests behind a promise in small type, since few readers look for them."""
-
-    def folded(found: re.Match[str]) -> str:
-        return '\n  <span class="held">' + " ".join(re.findall(r"`[^`]+`", found[1])) + "</span>"
-
-    return HELD.sub(folded, text)

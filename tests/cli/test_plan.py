@@ -135,6 +135,9 @@ def told(out: str) -> list[str]:
     return [line.removeprefix("#").removeprefix(" ") for line in out.splitlines()]
 
 
+@pytest.mark.promise(
+    "Right results", "`asyncpipe train` takes what `asyncpipe plan` prints, for sequences and for traced models."
+)
 def test_the_best_plans_are_shown_with_what_to_write(job, profile, capsys):
     assert main(["plan", str(job), "--profile", str(profile), "--checkpoint", "never,always"]) == 0
     lines = told(capsys.readouterr().out)
@@ -152,6 +155,9 @@ def test_the_best_plans_are_shown_with_what_to_write(job, profile, capsys):
     assert main(["train", str(job), "--no-progress"]) == 0
 
 
+@pytest.mark.promise(
+    "Right results", "`asyncpipe train` takes what `asyncpipe plan` prints, for sequences and for traced models."
+)
 def test_a_plan_that_was_printed_is_what_train_takes(job, profile, capsys):
     text = JOB.replace('schedule = "auto"', 'schedule = "gpipe"\nstages = 4\ntransport = "connection"')
     job.write_text(text, encoding="utf-8")
@@ -189,6 +195,9 @@ def test_a_plan_that_does_not_fit_the_job_is_refused_in_a_line(job, capsys, plan
 TRACED = MODULE.replace("return Workload(model,", "return Workload(trace(model, Arguments.of(torch.randn(2, 6)), 4),")
 
 
+@pytest.mark.promise(
+    "Right results", "`asyncpipe train` takes what `asyncpipe plan` prints, for sequences and for traced models."
+)
 def test_a_traced_job_is_planned_and_trains_with_what_is_printed(job, capsys):
     (job.parent / "tiny_planned.py").write_text(f"from asyncpipe import Arguments, trace\n{TRACED}", encoding="utf-8")
     job.write_text(JOB.replace("microbatches", "balance = [1, 3]\nmicrobatches"), encoding="utf-8")

@@ -142,6 +142,9 @@ def test_a_folder_that_a_run_cannot_go_on_in_ends_the_command(job, capsys, optio
     assert part in capsys.readouterr().err
 
 
+@pytest.mark.promise(
+    "Killed and resumed", "A run that is killed and resumed again and again ends with bit-identical results."
+)
 @pytest.mark.long
 @pytest.mark.timeout(60 + 60 * KILLS)
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(job, capsys):

@@ -56,6 +56,7 @@ def numbers(model):
     return [layer.weight[0, 0].item() for layer in model if isinstance(layer, nn.Linear)]
 
 
+@pytest.mark.promise("Versions", "The partitions and names of a `Pipe` are torch's.")
 def test_partitions_and_names_are_those_of_torch():
     model = Pipe(
         nn.Sequential(
@@ -98,6 +99,9 @@ def test_partitions_that_share_a_stage_have_their_hooks():
     assert sorted(seen) == sorted([0, 1, 2, 3, 4] * 2)
 
 
+@pytest.mark.promise(
+    "Versions", "A state dict of torch's `Pipe` or torchgpipe's `GPipe` loads with any placement and balance."
+)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     "places",
@@ -129,6 +133,9 @@ def test_a_part_of_a_state_goes_where_its_names_are():
     assert numbers(model) == [0, 1, 2]
 
 
+@pytest.mark.promise(
+    "Versions", "A part of a foreign state dict is loaded if its names are clear, and refused as a whole otherwise."
+)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     "state",
@@ -157,6 +164,9 @@ def test_the_refusal_says_where_the_layers_are():
     )
 
 
+@pytest.mark.promise(
+    "Versions", "A state dict of torch's `Pipe` or torchgpipe's `GPipe` loads with any placement and balance."
+)
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_of_torchgpipe_with_another_balance(strict):
     model = GPipe(alternating(), [1, 3, 1], devices=["cpu"] * 3)
@@ -168,6 +178,9 @@ def test_a_state_of_torchgpipe_with_another_balance(strict):
     assert numbers(model) == [0, 1]
 
 
+@pytest.mark.promise(
+    "Versions", "A part of a foreign state dict is loaded if its names are clear, and refused as a whole otherwise."
+)
 def test_a_part_of_a_state_of_torchgpipe_with_another_balance():
     model = GPipe(alternating(), [1, 3, 1], devices=["cpu"] * 3)
     before = numbers(model)

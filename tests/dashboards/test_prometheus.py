@@ -152,6 +152,7 @@ def test_the_label_job_is_the_training_jobs(watching: Prometheus) -> None:
     assert watching.query("asyncpipe_steps_total{exported_job!=''}") == []
 
 
+@pytest.mark.promise("Reported, not silent", "A job whose loss is NaN raises an alert.")
 def test_a_job_whose_loss_is_no_number_is_an_alert(watching: Prometheus) -> None:
     def failed() -> set[str]:
         return {job for job, alert, _ in watching.firing() if alert == "AsyncpipeJobFailed"}

@@ -36,6 +36,9 @@ class Breaks:
             emu.spoil()
 
 
+@pytest.mark.promise(
+    "GPUs", "If a device fails, the step ends with a `TaskError` that names the task; gradients stay as they were."
+)
 @pytest.mark.parametrize("face", ["step", "await step", "pipe(x)"])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_the_task_is_named_and_nothing_is_lost(when, face):
@@ -65,6 +68,9 @@ def test_the_task_is_named_and_nothing_is_lost(when, face):
     assert all(parameter.grad is before for parameter, before in zip(model.parameters(), gradients, strict=True))
 
 
+@pytest.mark.promise(
+    "GPUs", "If a device fails, the step ends with a `TaskError` that names the task; gradients stay as they were."
+)
 @pytest.mark.parametrize("face", ["step", "pipe(x)"])
 def test_a_kernel_that_fails_late_is_named_by_its_task(monkeypatch, face):
     """The first call that fails is the fence's, when all tasks are issued: a task that had not ended tells."""
@@ -91,6 +97,9 @@ def test_a_kernel_that_fails_late_is_named_by_its_task(monkeypatch, face):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.promise(
+    "GPUs", "If a device fails, the step ends with a `TaskError` that names the task; gradients stay as they were."
+)
 def test_an_error_of_the_code_is_not_hidden_by_one_of_the_device(monkeypatch):
     def fault(x):
         emu.spoil()

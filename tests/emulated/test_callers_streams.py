@@ -28,6 +28,7 @@ def wanted():
     return [x.grad, *take_gradients(model)]
 
 
+@pytest.mark.promise("GPUs", "After a backward, gradients may be read on the streams of the caller.")
 @pytest.mark.parametrize(("forward", "backward"), [*product(STREAMS, repeat=2)])
 def test_gradients_may_be_read_where_backward_was_called(streams, wanted, forward, backward):
     ours, theirs = streams[forward], streams[backward]
@@ -47,6 +48,7 @@ def test_gradients_may_be_read_where_backward_was_called(streams, wanted, forwar
             assert worst(read, wanted) < 1e-10
 
 
+@pytest.mark.promise("GPUs", "After a backward, gradients may be read on the streams of the caller.")
 def test_a_backward_waits_for_no_stream_that_is_current_by_accident(streams, wanted):
     """The engine's thread has the default stream, on which another job's kernel hangs."""
     with piped(model := layers(), TWO) as pipe, emu.hold(streams["default"]):
@@ -59,6 +61,7 @@ def test_a_backward_waits_for_no_stream_that_is_current_by_accident(streams, wan
     assert worst(read, wanted[1:]) < 1e-10
 
 
+@pytest.mark.promise("GPUs", "Parameters' autograd nodes are made on the streams of their devices.")
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_each_parameters_node_is_made_on_the_stream_of_its_lane(streams, checkpoint):
     """There autograd accumulates its gradient. Made elsewhere, autograd warns, and lanes would wait for that stream."""
@@ -74,6 +77,9 @@ def test_each_parameters_node_is_made_on_the_stream_of_its_lane(streams, checkpo
         del output, model
 
 
+@pytest.mark.promise(
+    "Reported, not silent", "More streams than a device has hardware queues are reported once in the log."
+)
 def test_a_gauge_tells_how_many_streams_are_used():
     """By all objects of the process; a CPU has none."""
     collector = PipelineCollector("a")
@@ -86,6 +92,7 @@ def test_a_gauge_tells_how_many_streams_are_used():
     assert used >= len(own) >= 2
 
 
+@pytest.mark.promise("GPUs", "Backwards of stages run on the threads of their devices.")
 def test_backwards_of_stages_run_on_the_threads_of_their_devices():
     """Not on the engine's thread of the device, which the caller's backward may hold."""
     threads = set()

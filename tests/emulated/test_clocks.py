@@ -12,6 +12,7 @@ from tests.emulated.helpers import X, layers, piped
 DEVICE = torch.device("emu:0")
 
 
+@pytest.mark.promise("GPUs", "Task times on a device share one clock, and no thread that issues tasks waits for it.")
 def test_lanes_of_a_device_share_a_clock_and_tasks_are_in_order(monkeypatch):
     monkeypatch.setattr(device_clock, "LASTS", 0.0)
     emu._state.offset, emu._state.drift = 12.5, 1e-4
@@ -24,6 +25,7 @@ def test_lanes_of_a_device_share_a_clock_and_tasks_are_in_order(monkeypatch):
     assert list(device_clock._clocks) == [DEVICE]
 
 
+@pytest.mark.promise("GPUs", "Task times on a device share one clock, and no thread that issues tasks waits for it.")
 def test_a_new_origin_is_taken_at_the_border_of_two_steps_and_only_a_better_one(monkeypatch):
     now, took = [0.0], [1e-5]
     monkeypatch.setattr(device_clock.time, "perf_counter", lambda: now[0])
@@ -54,6 +56,7 @@ def test_a_new_origin_is_taken_at_the_border_of_two_steps_and_only_a_better_one(
     assert clock.origin is second, "a long round trip tells less than the drift of two seconds"
 
 
+@pytest.mark.promise("GPUs", "Task times on a device share one clock, and no thread that issues tasks waits for it.")
 def test_no_thread_that_issues_tasks_waits_for_the_clock(monkeypatch):
     monkeypatch.setattr(device_clock, "LASTS", 0.0)
     with piped(layers(), ["emu:0"] * 2) as pipe:
@@ -63,6 +66,7 @@ def test_no_thread_that_issues_tasks_waits_for_the_clock(monkeypatch):
     assert set(emu.synchronized) == {"asyncpipe emu:0 completions", "asyncpipe emu:0#1 completions"}
 
 
+@pytest.mark.promise("GPUs", "Task times on a device share one clock, and no thread that issues tasks waits for it.")
 def test_a_task_has_one_event_and_begins_when_what_its_stream_waited_for_has_ended(monkeypatch):
     records = []
     real = emu.Event.record

@@ -27,6 +27,10 @@ def gradients(*inside, devices=("emu:0",) * 2, autocast=False, **options):
     return [gradient.cpu() for gradient in take_gradients(model)], record
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "Random numbers on an accelerator are equal in every recomputation mode, schedule and placement.",
+)
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_draws_are_equal_in_every_mode_schedule_and_placement(schedule, checkpoint):
@@ -39,6 +43,10 @@ def test_draws_are_equal_in_every_mode_schedule_and_placement(schedule, checkpoi
     assert (generator.seed, generator.offset) == (77, 8), "the caller's draws go on from where they were"
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "Random numbers on an accelerator are equal in every recomputation mode, schedule and placement.",
+)
 def test_a_task_finds_the_generator_at_the_start_of_its_stream():
     places = []
 

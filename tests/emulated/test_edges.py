@@ -114,6 +114,9 @@ def calls(monkeypatch):
     assert made.shared == {}
 
 
+@pytest.mark.promise(
+    "GPUs", "Two workers with a GPU each exchange tensors through memory that both were seen to share."
+)
 @pytest.mark.parametrize("size", [3, 1 << 18])
 @pytest.mark.parametrize("transport", [*ON_DEVICE, "connection"])
 def test_what_a_lane_makes_arrives_where_another_lane_reads_it(transport, size):
@@ -139,6 +142,9 @@ def test_what_a_lane_makes_arrives_where_another_lane_reads_it(transport, size):
             del received, tensor, large
 
 
+@pytest.mark.promise(
+    "GPUs", "Two workers with a GPU each exchange tensors through memory that both were seen to share."
+)
 @pytest.mark.parametrize("transport", ON_DEVICE[:2])
 def test_what_is_read_on_the_way_is_not_used_again(transport):
     """Neither what was sent, which goes at once, nor the slot, while the receiver's copy out of it does not end."""
@@ -193,6 +199,9 @@ def test_messages_of_all_sizes_and_old_epochs(transport, calls):
             assert len(calls.shared) <= 2 * 4
 
 
+@pytest.mark.promise(
+    "GPUs", "Two workers with a GPU each exchange tensors through memory that both were seen to share."
+)
 @pytest.mark.parametrize("broken", ["", "share", "open", "other"])
 def test_where_gpus_share_nothing_tensors_pass_through_pinned_memory(calls, caplog, broken):
     """It is found out while the edge is made, and said."""

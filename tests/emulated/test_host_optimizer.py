@@ -47,6 +47,10 @@ def by_hand():
     return mine, [optimizer.state[parameter] for parameter in mine]
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "With `optimizer_on_host`, numbers are those of the optimizer on the CPU, and the device holds no states.",
+)
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_numbers_are_those_of_the_optimizer_on_the_cpu(at_once):
     wanted, remembered = by_hand()
@@ -60,6 +64,10 @@ def test_the_numbers_are_those_of_the_optimizer_on_the_cpu(at_once):
         assert all(value.is_cpu and value.equal(theirs[key]) for key, value in mine.items())
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "With `optimizer_on_host`, numbers are those of the optimizer on the CPU, and the device holds no states.",
+)
 def test_states_are_loaded_to_the_host_and_changed_weights_count():
     """A snapshot: weights and states of one pipeline go on in another."""
     wanted, _ = trained(["emu:0"] * 2, steps=4, optimizer_on_host=True)
@@ -79,6 +87,10 @@ def test_states_are_loaded_to_the_host_and_changed_weights_count():
         assert torch.allclose(mine.detach().cpu(), theirs.detach().cpu(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "With `optimizer_on_host`, numbers are those of the optimizer on the CPU, and the device holds no states.",
+)
 def test_the_device_has_no_states():
     emu.forget_peak()
     held = {}

@@ -44,6 +44,9 @@ def no_thread_pins():
             assert not thread.is_alive()
 
 
+@pytest.mark.promise(
+    "GPUs", "Mini-batches reach accelerators on streams of their own; large ones are pinned by a thread of their own."
+)
 @pytest.mark.parametrize("devices", [TWO, MIXED], ids="-".join)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "backward-first"])
 def test_large_tensors_are_pinned_by_a_thread_and_come_by_streams_of_their_own(pinning, large, devices, schedule):
@@ -63,6 +66,7 @@ def test_large_tensors_are_pinned_by_a_thread_and_come_by_streams_of_their_own(p
         assert {name.startswith("asyncpipe inputs") for name in pinning} == {large}
 
 
+@pytest.mark.promise("GPUs", "When a step or call returns, the mini-batch has been read, and you may overwrite it.")
 @pytest.mark.parametrize("call", ["step", "call"])
 def test_a_pinned_batch_may_be_overwritten_when_the_call_returns(monkeypatch, large, call):
     """The caller's stream, behind which copies read the batch, is late: the call waits, on no device's thread."""
@@ -92,6 +96,7 @@ def test_a_pinned_batch_may_be_overwritten_when_the_call_returns(monkeypatch, la
     assert not {name for name in waited if name.startswith("asyncpipe emu")}
 
 
+@pytest.mark.promise("GPUs", "When a step or call returns, the mini-batch has been read, and you may overwrite it.")
 def test_any_other_batch_may_be_overwritten_when_the_step_returns(large):
     """However late the device is."""
     x, target = X.clone(), TARGET.clone()
@@ -104,6 +109,7 @@ def test_any_other_batch_may_be_overwritten_when_the_step_returns(large):
         assert abs(result.wait().loss.cpu() - bare()[0]) < 1e-10
 
 
+@pytest.mark.promise("GPUs", "When a step or call returns, the mini-batch has been read, and you may overwrite it.")
 @pytest.mark.parametrize("devices", [TWO, MIXED], ids="-".join)
 def test_what_the_caller_still_copies_to_pinned_memory_is_waited_for(devices):
     with piped(layers(), devices) as pipe:
@@ -138,6 +144,7 @@ def test_an_error_of_the_thread_is_that_of_the_forward_and_leaves_no_thread(monk
     no_thread_pins()
 
 
+@pytest.mark.promise("GPUs", "No thread that waits for an accelerator makes a context on another one.")
 @pytest.mark.parametrize("devices", [TWO, MIXED], ids="-".join)
 def test_every_thread_that_waits_for_the_device_has_set_it(large, devices):
     """Else CUDA makes a context on GPU 0 for it. Threads of the caller look after themselves."""

@@ -46,6 +46,7 @@ def on(devices, **tables):
     return make_job(pipeline={"devices": devices}, **tables)
 
 
+@pytest.mark.promise("GPUs", "A job queues nothing on the default stream.")
 async def test_coroutines_of_one_loop_have_streams_of_their_own():
     one, other = CallerStreams(ONE), CallerStreams(ONE)
     met = asyncio.Barrier(2)
@@ -84,6 +85,7 @@ def completions():
     return [thread for thread in threading.enumerate() if thread.name.startswith("asyncpipe emu:0 completions")]
 
 
+@pytest.mark.promise("GPUs", "On a shared pool, a hung kernel blocks only its own job.")
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("microbatches", [1, 2, 10])
 async def test_a_kernel_that_hangs_on_a_shared_pool_holds_its_own_job_only(background, microbatches):
@@ -107,6 +109,7 @@ async def test_a_kernel_that_hangs_on_a_shared_pool_holds_its_own_job_only(backg
         assert not completions()
 
 
+@pytest.mark.promise("GPUs", "When a hung kernel ends, no thread of its job is left.")
 async def test_the_watchdog_gives_up_the_job_that_hangs_and_the_kernel_leaves_nothing_when_it_ends():
     hang, streams = Hanging(), [CallerStreams(ONE), CallerStreams(ONE)]
     clock = [0.0]
@@ -144,6 +147,7 @@ async def test_the_watchdog_gives_up_the_job_that_hangs_and_the_kernel_leaves_no
             assert pool.driver.scheduler.jobs == {"b"}
 
 
+@pytest.mark.promise("GPUs", "A job queues nothing on the default stream.")
 async def test_a_run_queues_nothing_on_the_default_stream():
     default = emu.default_stream()
     before = default.clock.get(default, 0)
@@ -152,6 +156,7 @@ async def test_a_run_queues_nothing_on_the_default_stream():
     assert summary.steps == len(losses) == 3
 
 
+@pytest.mark.promise("GPUs", "A run on accelerators reads losses up to two steps later, and its numbers do not change.")
 @pytest.mark.parametrize("ahead", [0, 5])
 async def test_running_ahead_changes_no_number(monkeypatch, tmp_path, ahead):
     monkeypatch.setattr(training_run, "AHEAD", ahead)
@@ -167,6 +172,7 @@ async def test_running_ahead_changes_no_number(monkeypatch, tmp_path, ahead):
     assert summary.snapshot.name == "step-7"
 
 
+@pytest.mark.promise("GPUs", "A run on accelerators reads losses up to two steps later, and its numbers do not change.")
 async def test_a_loss_that_is_not_finite_ends_the_run_at_its_step_with_the_weights_before_it():
     """The host learns of it two steps later. Until then the device makes no update."""
     made = []
@@ -191,6 +197,7 @@ async def test_a_loss_that_is_not_finite_ends_the_run_at_its_step_with_the_weigh
         assert torch.allclose(ours, theirs, atol=1e-10, rtol=0)
 
 
+@pytest.mark.promise("GPUs", "A run on accelerators reads losses up to two steps later, and its numbers do not change.")
 async def test_the_loop_does_not_wait_for_the_device():
     """Only the threads that wait for completions do, and those that read figures of earlier steps."""
     names = []

@@ -80,6 +80,7 @@ HOW = [("gpipe", "always", 0.9), ("zb-h1", "never", 1.0), ("interleaved", "excep
 """Schedule, recomputation, and how much of the memory is left on the device that needs most."""
 
 
+@pytest.mark.promise("Bit-identical results", "Gradients with `offload` are bit-identical to those without.")
 @pytest.mark.parametrize(("schedule", "checkpoint", "share"), HOW)
 def test_gradients_are_the_same_bits_in_less_memory(schedule, checkpoint, share):
     how = {"schedule": schedule, "checkpoint": checkpoint}
@@ -90,6 +91,7 @@ def test_gradients_are_the_same_bits_in_less_memory(schedule, checkpoint, share)
     assert after <= before * share
 
 
+@pytest.mark.promise("Memory", "A model that needs 1.5 times the memory of its devices trains with `offload`.")
 def test_what_does_not_fit_trains_with_offload():
     """It needs half as much again as its devices have."""
     train = partial(trained, schedule="gpipe", checkpoint="never")
@@ -104,6 +106,9 @@ def test_what_does_not_fit_trains_with_offload():
     assert after < needed / 2
 
 
+@pytest.mark.promise(
+    "Memory", "With gpipe and 1f1b, the predicted memory is within 10 % of the device's peak after every task."
+)
 @pytest.mark.parametrize("schedule", ["1f1b"])
 def test_memory_over_time_is_as_predicted(schedule):
     """After each task, within a tenth of the peak; between tasks there is what they need while they run as well."""
@@ -124,6 +129,9 @@ def test_memory_over_time_is_as_predicted(schedule):
             assert abs(now - then) <= peaks[number] / 10
 
 
+@pytest.mark.promise(
+    "A step that fails", "If a step fails during the copy of an offload, its memory is reused only after the copy."
+)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_step_that_ends_early_leaves_nothing(checkpoint):
     """At whatever copies are under way: their memory is not used again before they are done."""
@@ -155,6 +163,7 @@ def test_a_step_that_ends_early_leaves_nothing(checkpoint):
     assert all(parameter.grad is not None for parameter in one.parameters())
 
 
+@pytest.mark.promise("Bit-identical results", "Gradients with `offload` are bit-identical to those without.")
 def test_steps_overlap_with_offload():
     models = [model(4), model(4)]
     for each, offload in zip(models, (None, 1.0), strict=True):
@@ -166,6 +175,9 @@ def test_steps_overlap_with_offload():
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
+@pytest.mark.promise(
+    "A step that fails", "If a step fails during the copy of an offload, its memory is reused only after the copy."
+)
 @pytest.mark.parametrize("way", ["to the host", "back"])
 def test_what_is_abandoned_outlives_its_copies(way):
     """The memory of a copy that nobody waits for is not used again before it is over."""

@@ -24,6 +24,9 @@ HOW = [
 ]
 
 
+@pytest.mark.promise(
+    "GPUs", "Gradients are right on accelerators: every kernel is ordered after those whose memory it uses."
+)
 @pytest.mark.parametrize(
     ("devices", "schedule", "checkpoint"),
     [*((TWO, *how) for how in HOW), *((devices, *how) for devices in (ONE, *MIXED, THREE) for how in HOW[1:4:2])],
@@ -60,6 +63,7 @@ def test_a_step_returns_before_its_tasks_are_complete():
         assert len(result.wait().report.tasks) == len(result.record.graph.tasks)
 
 
+@pytest.mark.promise("GPUs", "A CPU stage waits for its input from an accelerator and for nothing queued behind it.")
 @pytest.mark.parametrize("devices", [["cpu:0"], *MIXED], ids="-".join)
 def test_a_cpu_stage_waits_for_the_callers_tensors(devices):
     """They are on the device; one of them, and the caller's stream, is late."""
@@ -73,6 +77,7 @@ def test_a_cpu_stage_waits_for_the_callers_tensors(devices):
         assert worst(take_gradients(model)) < 1e-10
 
 
+@pytest.mark.promise("GPUs", "A CPU stage waits for its input from an accelerator and for nothing queued behind it.")
 def test_a_cpu_stage_waits_for_its_input_and_for_nothing_behind_it():
     model, x = layers(), X.to("emu:0")
     other = emu.Stream()
@@ -80,6 +85,7 @@ def test_a_cpu_stage_waits_for_its_input_and_for_nothing_behind_it():
         assert not pipe.step(x * 1, TARGET).wait().loss.isnan()
 
 
+@pytest.mark.promise("GPUs", "A CPU stage waits for its input from an accelerator and for nothing queued behind it.")
 @pytest.mark.parametrize("inside", [False, True], ids=["after the step", "in the step"])
 @pytest.mark.parametrize(
     "count", [len, lambda target: torch.full((), len(target), device="emu:0")], ids=["number", "tensor"]
@@ -104,6 +110,7 @@ COUNTS = {"none": lambda: None, "int": lambda: 1, "float": lambda: 0.5, "of the 
 COUNTS |= {"of the device": lambda: torch.ones((), device="emu:0")}
 
 
+@pytest.mark.promise("GPUs", "A step makes neither its caller nor a task wait for a device.")
 @pytest.mark.parametrize("count", COUNTS)
 def test_no_task_and_no_caller_waits_for_the_device(count):
     """Whatever a loss says that it has counted."""
@@ -149,6 +156,7 @@ def test_ties_skips_and_buffers_of_the_same_device():
         assert worst(take_gradients(model), wanted) < 1e-10
 
 
+@pytest.mark.promise("GPUs", "Reading the loss of a step does not wait for tasks of the next step.")
 def test_a_loss_does_not_wait_for_tasks_of_the_next_step():
     """The next step's kernel hangs on the lane when the first step ends."""
     with next_step_hangs() as (hang, kernel):

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +46,7 @@ def begun(parts, tenancy, number, after=None):
     return step
 
 
+@pytest.mark.promise("GPUs", "Reading the loss of a step does not wait for tasks of the next step.")
 async def test_the_loop_of_a_worker_waits_for_no_task_of_the_next_step():
     """Whose kernel hangs on the lane when the first step ends. The loss comes all the same, and is right."""
     pool = DevicePool()

@@ -64,6 +64,9 @@ def compared(devices, tolerance=1e-10, **options):
     assert not any(norm.isnan() for norm in norms)
 
 
+@pytest.mark.promise(
+    "GPUs", "Gradients that replicas add up on an accelerator are not overwritten before they are read."
+)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_train_as_one_pipeline(rows, way):

@@ -1,23 +1,37 @@
-"""Every promise of docs/guarantees.md names the tests that hold it, and they exist."""
+"""Tests hold the promises of docs/guarantees.md, and docs/ledger.md names these tests."""
 
 from __future__ import annotations
 
 import ast
-import re
-from pathlib import Path
 
-import pytest
+from tests import ledger
 
-ROOT = Path(__file__).parents[2]
-BULLETS = re.findall(r"^- (.+(?:\n  .+)*)", (ROOT / "docs" / "guarantees.md").read_text(), re.MULTILINE)
+PROMISES = ledger.all_promises()
 
 
-@pytest.mark.parametrize("promise", BULLETS, ids=lambda promise: promise[:40])
-def test_every_promise_names_tests_that_exist(promise: str) -> None:
-    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", promise)
-    assert named, "a promise ends with its tests, as `tests/FILE.py::test_name`"
-    assert promise.endswith("`"), "the tests come last"
-    for path, name in named:
-        tree = ast.parse((ROOT / path).read_text())
-        found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        assert name in found, f"{path} has no test {name}"
+def test_the_ledger_is_what_the_program_writes() -> None:
+    assert ledger.LEDGER.read_text(encoding="utf-8") == ledger.ledger(), "run `python -m tests.ledger`"
+
+
+def test_each_section_is_promised_and_each_promise_is_held() -> None:
+    assert {promise.section for promise in PROMISES} == set(ledger.sections())
+
+
+def test_each_marker_is_read_and_is_on_a_test() -> None:
+    nodes = (node for text in ledger.marked_files().values() for node in ast.walk(ast.parse(text)))
+    markers = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "promise"]
+    assert len(set(PROMISES)) == len(markers), "a marker is on a function of the module, and has two strings"
+    assert [promise for promise in PROMISES if not promise.test.rpartition("::")[2].startswith("test")] == []
+
+
+def test_markers_are_read_without_running_the_tests() -> None:
+    text = """
+@pytest.mark.promise("Memory", "One.")
+@pytest.mark.parametrize("x", [1])
+@pytest.mark.promise("Memory", "Two " "lines.")
+async def test_a(): ...
+"""
+    assert [*ledger.promises(text, "tests/test_x.py")] == [
+        ("Memory", "One.", "tests/test_x.py::test_a"),
+        ("Memory", "Two lines.", "tests/test_x.py::test_a"),
+    ]

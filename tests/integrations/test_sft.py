@@ -45,6 +45,9 @@ def model() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **tokens, max_position_embeddings=64))
 
 
+@pytest.mark.promise(
+    "Right results", "The trainers log the losses, norms, rates and evaluations of the trainers without a pipeline."
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3}, {"packing": True, "gradient_accumulation_steps": 2}],

@@ -96,6 +96,9 @@ def compare(found: Any, plain: Any, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(value, wanted, rtol=1e-3, atol=1e-3, msg=name)
 
 
+@pytest.mark.promise(
+    "Right results", "The trainers log the losses, norms, rates and evaluations of the trainers without a pipeline."
+)
 @pytest.mark.parametrize(
     ("name", "wrap", "options"),
     [
@@ -151,6 +154,10 @@ def test_accumulated_classes_count_alike(samples: Any, tmp_path: Path) -> None:
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.promise(
+    "Killed and resumed",
+    "A run of `PipelineTrainer` that is interrupted and resumed is bit-identical to an undisturbed one.",
+)
 def test_a_run_that_resumes_is_the_undisturbed_one(samples: Any, tmp_path: Path) -> None:
     """With dropout, and a learning rate that falls; the snapshots are transformers' own."""
 

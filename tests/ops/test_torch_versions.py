@@ -21,12 +21,16 @@ from asyncpipe.ops.torch_internals import NEEDED, check_torch, with_reference
 PACKAGE = Path(asyncpipe.__file__).parent
 
 
+@pytest.mark.promise("Versions", "torch before 2.9 is refused by one sentence at the import.")
 @pytest.mark.parametrize("version", ["2.6.0+cu124", "1.13.1", "2.8.0"])
 def test_too_old(version: str) -> None:
     with pytest.raises(ImportError, match=r"works with torch 2\.9 and newer .*; torch .* is too old$"):
         check_torch(SimpleNamespace(__version__=version))
 
 
+@pytest.mark.promise(
+    "Versions", "A version of torch that lacks an internal that asyncpipe needs is refused at the import by its name."
+)
 def test_a_private_name_is_gone() -> None:
     with pytest.raises(ImportError, match=r"torch 2\.99\.0 has no torch\.autograd\.\S+, install one"):
         check_torch(SimpleNamespace(__version__="2.99.0", autograd=SimpleNamespace()))
@@ -92,6 +96,9 @@ print(never)
 """
 
 
+@pytest.mark.promise(
+    "Versions", "Without an internal of torch that it can do without, asyncpipe is slower, and results stay right."
+)
 def test_without_a_dispatch_key_tasks_on_cpus_take_turns_and_draw_the_same() -> None:
     gone = "del torch._C._dispatch_keyset_full_after"
     made = [
@@ -101,6 +108,9 @@ def test_without_a_dispatch_key_tasks_on_cpus_take_turns_and_draw_the_same() -> 
     assert made[0].stdout == made[1].stdout
 
 
+@pytest.mark.promise(
+    "Versions", "Without an internal of torch that it can do without, asyncpipe is slower, and results stay right."
+)
 def test_without_metadata_of_nodes_a_backward_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncpipe.ops.autograd import split_backward
 

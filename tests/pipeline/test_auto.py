@@ -247,6 +247,9 @@ def traced(workload):
     return asyncpipe.trace(workload.model(), asyncpipe.Arguments.of(workload.x), split=["2", "4", "6"])
 
 
+@pytest.mark.promise(
+    "Right results", "A traced model trains with a measured schedule and balance, or with a balance that you give."
+)
 @pytest.mark.parametrize(
     "options", [{"schedule": "auto"}, {"schedule": "zb-h1"}, {"schedule": "auto", "balance": [1, 3]}]
 )
@@ -268,6 +271,7 @@ async def test_a_traced_model_is_cut_as_measured(workload, traced, options):
     assert all(parameter.grad is None for parameter in traced.module.parameters())
 
 
+@pytest.mark.promise("Right results", "A copy of a traced pipeline has its own parameters and its own mode.")
 async def test_a_copy_of_a_traced_pipeline_follows_its_own_mode(workload):
     model = workload.model(dropout=0.5)
     pipe = pipeline(workload, asyncpipe.trace(model, asyncpipe.Arguments.of(workload.x), split=2), sample=None)
@@ -277,6 +281,9 @@ async def test_a_copy_of_a_traced_pipeline_follows_its_own_mode(workload):
     assert model.training
 
 
+@pytest.mark.promise(
+    "Right results", "A traced model trains with a measured schedule and balance, or with a balance that you give."
+)
 @pytest.mark.parametrize("balance", [[2, 2], [1, 3], [3, 1]])
 async def test_a_balance_joins_the_stages_of_a_traced_model(workload, traced, balance):
     async with pipeline(workload, traced, balance=balance, sample=None) as pipe:

@@ -138,6 +138,7 @@ class _Overwrites(nn.Module):
         return x.mul_(2)
 
 
+@pytest.mark.promise("Right results", "A stage may overwrite its inputs in place: it gets copies.")
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("layer", [_Overwrites, partial(nn.ReLU, inplace=True)], ids=["function", "module"])
@@ -164,6 +165,9 @@ class _OverwritesLater(nn.Module):
         return x.mul_(2) if self.calls > 1 else x * 2
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A stage that begins to overwrite its inputs in a later forward is refused there."
+)
 @pytest.mark.parametrize(
     ("checkpoint", "error", "message"),
     [
@@ -180,6 +184,7 @@ async def test_a_stage_that_begins_to_overwrite_what_it_receives(checkpoint, err
     assert raised.value.microbatch == 1
 
 
+@pytest.mark.promise("Right results", "A write into one micro-batch disturbs no backward of another.")
 async def test_in_place_on_a_microbatch_of_the_caller_spares_what_others_saved():
     """Micro-batches are views of one batch; a version shared by all would fail the backward of the first."""
     model, bare = [_Overwrites(), nn.Linear(3, 3)], nn.Linear(3, 3)
@@ -239,6 +244,9 @@ class Doubled(nn.Sequential):
         return 2 * super().forward(x)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A sequence with hooks or with its own `forward` is refused, since stages would call neither."
+)
 @pytest.mark.parametrize("face", [Pipeline, GPipe, Pipe])
 def test_a_sequence_that_does_more_than_call_its_layers(face):
     options = {
@@ -255,6 +263,9 @@ def test_a_sequence_that_does_more_than_call_its_layers(face):
         face(hooked, **more)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A sequence with hooks or with its own `forward` is refused, since stages would call neither."
+)
 def test_pipe_takes_no_sequence_with_hooks_apart():
     inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     inner.register_full_backward_hook(lambda *_: None)

@@ -145,6 +145,10 @@ def same(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.allclose(buffer, wanted[name], atol=1e-10, rtol=0), name
 
 
+@pytest.mark.promise(
+    "Right results", "Buffers that a forward changes have the values of the unsplit model after a step."
+)
+@pytest.mark.promise("Right results", "A buffer that is changed in place stays the same tensor, also if it is resized.")
 @pytest.mark.parametrize(("schedule", "mode"), [("gpipe", "always"), ("zb-h1", "except_last"), ("1f1b", "never")])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 async def test_step(make: Callable[[], nn.Module], schedule: str, mode: str) -> None:
@@ -160,6 +164,9 @@ async def test_step(make: Callable[[], nn.Module], schedule: str, mode: str) -> 
         assert all(buffer is held[name] for name, buffer in whole.named_buffers()), "buffers stay the same objects"
 
 
+@pytest.mark.promise(
+    "Right results", "Buffers that a forward changes have the values of the unsplit model after a step."
+)
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 def test_call(make: Callable[[], nn.Module]) -> None:
     for mode in MODES:
@@ -195,6 +202,9 @@ def test_each_mode_has_its_own_changes() -> None:
     same(whole, alone)
 
 
+@pytest.mark.promise(
+    "Right results", "Buffers that a forward changes have the values of the unsplit model after a step."
+)
 def test_evaluation_mode_and_forwards_without_a_backward() -> None:
     whole = model(LAYERS["in place"]).eval()
     alone = bare(whole, steps=1)
@@ -233,6 +243,9 @@ def test_a_buffer_that_a_stage_sends(mode: str) -> None:
     same(call(whole, (2, 2), mode=mode), alone)
 
 
+@pytest.mark.promise(
+    "Right results", "Buffers that a forward changes have the values of the unsplit model after a step."
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_traced_model(mode: str) -> None:
     whole = model(lambda: nn.Sequential(Scale(in_place), nn.BatchNorm1d(6)))
@@ -269,6 +282,10 @@ def test_lazy_modules_make_their_buffers_in_the_first_forward(mode: str) -> None
     assert all(parameter.grad is not None for parameter in whole.parameters())
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "Attributes of a module that are not buffers are not watched: a recomputation changes them again.",
+)
 def test_attributes_that_are_no_buffers_are_changed_again() -> None:
     class Counting(nn.Linear):
         calls = 0
@@ -294,6 +311,10 @@ def refused(whole: nn.Sequential, kind: type[Exception], mode: str = "always") -
     return str(raised.value.__cause__)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A changed buffer that two stages use is refused; so is a change through another reference to the tensor.",
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
 def test_a_changed_buffer_that_two_stages_use(mode: str, grad: bool) -> None:
@@ -318,6 +339,9 @@ def test_a_shared_buffer_that_nobody_changes_is_allowed() -> None:
     same(call(whole, (2, 1)), alone)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A buffer that is changed for the first time in a later, recomputed forward is refused."
+)
 def test_a_first_change_that_comes_late() -> None:
     calls = iter(range(100))
 
@@ -345,6 +369,10 @@ def test_a_change_that_only_the_recomputation_makes() -> None:
     )
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A changed buffer that two stages use is refused; so is a change through another reference to the tensor.",
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_change_that_passes_by_the_module(mode: str) -> None:
     held: list[Tensor] = []
@@ -373,6 +401,7 @@ class Normed(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.promise("Refused, not wrong", "A recomputed stage whose forward changes its own parameters is refused.")
 def test_a_forward_that_changes_its_parameters() -> None:
     layers = [nn.Linear(6, 6), Normed(6, 6)]
     with Pipeline(layers, ["cpu:0", "cpu:1"], microbatches=2, checkpoint="always", loss_fn=mean_square).sync() as pipe:

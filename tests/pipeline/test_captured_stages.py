@@ -105,6 +105,9 @@ def trained(option: Any, checkpoint: str, schedule: str) -> tuple[list[Tensor], 
     return [each for each in (*losses, *(p.grad for p in model.parameters())) if each is not None], pipe
 
 
+@pytest.mark.promise(
+    "Bit-identical results", 'With `compile="cudagraphs"`, replayed steps are bit-identical to steps without graphs.'
+)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_replays_compute_what_is_computed_without_graphs(checkpoint: str, schedule: str) -> None:
@@ -157,6 +160,9 @@ def kind(*, may_retain: bool = False, context: object = None) -> CallKind:
     return CallKind(may_retain, context, (), 0)
 
 
+@pytest.mark.promise(
+    "Right results", "Captured stages see parameters, flags, autocast and grad mode that change between steps."
+)
 @pytest.mark.parametrize(("may_retain", "looks"), [(False, 1), (True, 5)])
 def test_a_step_looks_at_the_parameters_once_and_a_call_that_may_be_retained_each_time(
     may_retain: bool, looks: int
@@ -180,6 +186,9 @@ def freeze(linear: nn.Linear) -> None:
     linear.weight.requires_grad_(False)
 
 
+@pytest.mark.promise(
+    "Right results", "Captured stages see parameters, flags, autocast and grad mode that change between steps."
+)
 @pytest.mark.parametrize(
     ("change", "captures_more"), [(replace_weight, 1), (freeze, 2), (nn.Linear.eval, 2), (lambda _: None, 0)]
 )
@@ -227,6 +236,9 @@ def test_a_parameter_that_autocast_has_cast_before_the_capture_is_cast_in_each_r
             linear.weight.add_(1)
 
 
+@pytest.mark.promise(
+    "Bit-identical results", 'With `compile="cudagraphs"`, replayed steps are bit-identical to steps without graphs.'
+)
 def test_warm_ups_and_captures_draw_nothing() -> None:
     stage, x = Captured(nn.Linear(3, 8), nn.Dropout(0.5)), torch.ones(4, 3)
     found, states = [], []
@@ -239,6 +251,7 @@ def test_warm_ups_and_captures_draw_nothing() -> None:
     assert all(torch.equal(states[0], each) for each in states)
 
 
+@pytest.mark.promise("Refused, not wrong", "Captured stages that share one seed on a GPU and both draw are refused.")
 @pytest.mark.parametrize(
     ("layer", "streams", "have_seeds", "refused"),
     [

@@ -33,6 +33,10 @@ CASES = {
 }
 
 
+@pytest.mark.promise(
+    "Right results",
+    "Clipping, learning rates and parameter groups inside the step give the numbers of torch on the unsplit model.",
+)
 @pytest.mark.parametrize("name", CASES)
 async def test_norms_rates_and_weights_are_those_of_the_unsplit_model(name):
     case = CASES[name]
@@ -40,6 +44,10 @@ async def test_norms_rates_and_weights_are_those_of_the_unsplit_model(name):
     assert not differ(await trained(case), reference(case))
 
 
+@pytest.mark.promise(
+    "Right results",
+    "Clipping, learning rates and parameter groups inside the step give the numbers of torch on the unsplit model.",
+)
 @pytest.mark.parametrize("name", ["1f1b, the first stage has no optimizer", "tied", "by value", "shards"])
 async def test_workers_send_numbers(name):
     case = CASES[name]
@@ -75,6 +83,10 @@ async def test_norms_of_stages_are_those_before_clipping():
         assert [task for task in accumulated.record.graph.tasks if task.kind is TaskKind.NORM] == []
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "On CPUs the gradient norm is bit-identical to that of `clip_grad_norm_`, wherever the model is cut.",
+)
 @pytest.mark.parametrize("balance", [[2, 2], [1, 3], [1, 1, 1, 1]])
 async def test_the_norm_has_the_bits_of_torch_wherever_the_model_is_cut(balance):
     devices = [f"cpu:{stage}" for stage in range(len(balance))]
@@ -100,6 +112,10 @@ async def test_a_norm_that_is_not_finite_makes_weights_nan_as_in_torch():
         assert all(value.isnan().all() for value in pipe.state_dict().values())
 
 
+@pytest.mark.promise(
+    "A step that fails",
+    "If a step fails after some gradient norms were computed, gradients stay as they were before the step.",
+)
 @pytest.mark.parametrize("undo_updates", [False, True])
 @pytest.mark.parametrize("kind", [TaskKind.NORM, TaskKind.UPDATE])
 async def test_a_step_that_fails_behind_a_norm_leaves_earlier_gradients(before_task, kind, undo_updates):
@@ -146,6 +162,9 @@ def decayed(name, parameter):
     return {"weight_decay": 0.0} if name.endswith("bias") else {"weight_decay": 0.1}
 
 
+@pytest.mark.promise(
+    "Killed and resumed", "The state of a learning-rate schedule can be loaded into another split of the model."
+)
 @pytest.mark.parametrize("workers", [("threads", "threads"), ("processes", "threads"), ("threads", "processes")])
 async def test_the_state_of_schedules_goes_on_with_another_cut(workers):
     """Momentum, too, which this scheduler changes; a stage without parameters of a group has the group."""

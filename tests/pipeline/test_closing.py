@@ -65,6 +65,9 @@ async def is_refused(training):
         await training
 
 
+@pytest.mark.promise(
+    "Everything ends", "Closing or dropping a pipeline, also during a step, ends and leaves no thread."
+)
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_pipeline_is_closed_while_somebody_steps(workload, no_leaks, shared):
     async with DevicePool() as pool:
@@ -80,6 +83,9 @@ async def test_a_pipeline_is_closed_while_somebody_steps(workload, no_leaks, sha
         await pipe.aclose()
 
 
+@pytest.mark.promise(
+    "Everything ends", "Closing or dropping a pipeline, also during a step, ends and leaves no thread."
+)
 async def test_a_pool_is_closed_while_two_pipelines_step(workload, no_leaks):
     pool = DevicePool()
     await pool.__aenter__()

@@ -149,6 +149,9 @@ def check_same(layers: Callable[[], list[nn.Module]], **options: Any) -> tuple[C
     return compiled
 
 
+@pytest.mark.promise(
+    "Right results", "A compiled stage is one graph in each direction and computes what it computes without `compile`."
+)
 def test_a_stage_with_draws_skips_and_recomputation_is_one_graph_a_direction() -> None:
     from torch._dynamo.utils import counters
 
@@ -159,11 +162,16 @@ def test_a_stage_with_draws_skips_and_recomputation_is_one_graph_a_direction() -
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.promise(
+    "Right results", "Compiled stages may change buffers, overwrite inputs, retain graphs and run under autocast."
+)
+@pytest.mark.promise("Right results", "Micro-batches of different sizes are compiled once.")
 def test_stages_that_change_buffers_and_overwrite_inputs_of_different_sizes_are_compiled_once() -> None:
     compiled = check_same(changing, samples=7, checkpoint="except_last")
     assert all(stage.seconds > 0 for stage in compiled)
 
 
+@pytest.mark.promise("Right results", "Equal blocks of a compiled stage are compiled once.")
 @pytest.mark.parametrize(
     ("layers", "regional", "graphs"),
     [
@@ -185,6 +193,9 @@ def test_blocks_that_a_stage_has_several_of_are_compiled_once(
     assert not any(stage.recompilations for stage in compiled)
 
 
+@pytest.mark.promise(
+    "Reported, not silent", "A recompilation for other sizes is shown in the log, the report of the step and a metric."
+)
 def test_sizes_that_change_between_steps_are_a_recompilation_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
     sizes = iter((6, 9))
 
@@ -202,12 +213,19 @@ def test_sizes_that_change_between_steps_are_a_recompilation_that_is_told(caplog
     assert "stage 1 was compiled once more" in caplog.text
 
 
+@pytest.mark.promise(
+    "Right results", "Compiled stages may change buffers, overwrite inputs, retain graphs and run under autocast."
+)
+@pytest.mark.promise("Reported, not silent", "A backward that a compiled stage cannot split is announced in the log.")
 def test_a_schedule_with_split_backwards_says_that_they_are_whole(caplog: pytest.LogCaptureFixture) -> None:
     split_backward._tell_once.cache_clear()
     check_same(tied, schedule="zb-h1")
     assert "CompiledFunctionBackward cannot compute a part of its gradients" in caplog.text
 
 
+@pytest.mark.promise(
+    "Right results", "Compiled stages may change buffers, overwrite inputs, retain graphs and run under autocast."
+)
 def test_a_graph_may_be_retained_and_forwards_run_alone_under_autocast() -> None:
     def twice(run: Any, x: Tensor, target: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -226,6 +244,10 @@ class Breaks(nn.Module):
         return x.cos()
 
 
+@pytest.mark.promise(
+    "Reported, not silent",
+    "No stage silently runs without the compiler: a graph break is an error or a warning that names the stage.",
+)
 def test_a_graph_break_is_an_error_that_names_the_stage_or_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def layers() -> list[nn.Module]:
         return [nn.Linear(6, 6), nn.Tanh(), Breaks(), nn.Linear(6, 6)]
@@ -251,6 +273,10 @@ class Counts(nn.Module):
         return x * self.calls
 
 
+@pytest.mark.promise(
+    "Reported, not silent",
+    "No stage silently runs without the compiler: a graph break is an error or a warning that names the stage.",
+)
 def test_a_stage_that_reaches_the_limit_of_recompilations_is_told_not_to_be_compiled(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +301,10 @@ def test_a_stage_that_reaches_the_limit_of_recompilations_is_told_not_to_be_comp
         trained(layers, AOT, checkpoint="never")
 
 
+@pytest.mark.promise(
+    "Right results", "A compiled stage is one graph in each direction and computes what it computes without `compile`."
+)
+@pytest.mark.promise("Everything ends", "Compilers leave no process behind.")
 @pytest.mark.long
 def test_inductor_draws_the_same_again_and_leaves_no_process() -> None:
     def losses(checkpoint: str) -> list[Tensor]:
@@ -295,6 +325,9 @@ def test_inductor_draws_the_same_again_and_leaves_no_process() -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
 
 
+@pytest.mark.promise(
+    "Everything ends", "While a stage is compiled no other task runs, and that time is not counted as time of tasks."
+)
 def test_while_one_thread_compiles_no_other_runs_a_task_and_two_that_compile_take_turns() -> None:
     gate, log = CompileGate(), []
     inside, compiling, first = threading.Event(), threading.Event(), threading.Barrier(2)
@@ -328,6 +361,10 @@ def test_while_one_thread_compiles_no_other_runs_a_task_and_two_that_compile_tak
     assert [line.split()[-1] for line in log] == ["begins", "ends", "begins", "ends", "compiled", "task"]
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "Options of `torch.compile` that do not work for stages, and a missing compiler, are refused before anything runs.",
+)
 @pytest.mark.parametrize(
     ("value", "says"),
     [
@@ -348,6 +385,10 @@ def test_what_cannot_be_right_is_refused_before_anything_runs(value: Any, says: 
         Pipeline(nn.Sequential(nn.Linear(2, 2)), ["cpu:0"], microbatches=1, compile=value)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "Options of `torch.compile` that do not work for stages, and a missing compiler, are refused before anything runs.",
+)
 def test_a_missing_compiler_and_deferred_batch_norms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler

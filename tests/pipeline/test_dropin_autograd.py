@@ -103,6 +103,9 @@ def test_gradients_of_chosen_tensors(workload, mode):
         assert torch.equal(of_output, 2 * output)
 
 
+@pytest.mark.promise(
+    "Your own program", "In `pipe(x)`, hooks of a parameter without a gradient are called with `None`, as torch does."
+)
 def test_hooks_of_parameters_without_a_gradient_get_none():
     model, seen = nn.Sequential(nn.Linear(6, 6)).double(), []
     model[0].unused = nn.Parameter(torch.ones(2))
@@ -113,6 +116,7 @@ def test_hooks_of_parameters_without_a_gradient_get_none():
     assert seen == [None, None]
 
 
+@pytest.mark.promise("Your own program", "In `pipe(x)`, hooks of parameters run once for each backward of yours.")
 @pytest.mark.parametrize("mode", MODES)
 def test_hooks_of_parameters_see_the_whole_gradient_once(workload, mode):
     """Also if a hook changes it, or runs the optimizer."""

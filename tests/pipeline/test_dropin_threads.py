@@ -60,6 +60,9 @@ def paused(outputs, until: threading.Event) -> threading.Event:
     return reached
 
 
+@pytest.mark.promise(
+    "Your own program", "Backwards of `pipe(x)` on several threads take turns, and each makes its own gradients."
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_two_threads_at_once(workload, mode):
     model, batches = workload.model(), [workload.x, workload.x.sin()]
@@ -79,6 +82,9 @@ def test_gradients_of_two_threads_at_once(workload, mode):
             assert all(parameter.grad is None for parameter in parameters)
 
 
+@pytest.mark.promise(
+    "Your own program", "Backwards of `pipe(x)` on several threads take turns, and each makes its own gradients."
+)
 def test_losses_of_two_threads_at_once(workload):
     """Their gradients are added to the earlier ones, with hooks that see each whole gradient."""
     model, batches, seen = workload.model(), [workload.x, workload.x.sin()], []
@@ -117,6 +123,7 @@ def test_one_retained_output_on_two_threads(workload):
             assert_close(results[1], [2 * gradient for gradient in theirs])
 
 
+@pytest.mark.promise("Everything ends", "If the backward of one thread fails, a thread that waits for it continues.")
 @pytest.mark.parametrize("fault", ["in the caller's graph", "in a task", "dropped"])
 def test_who_waits_goes_on_when_the_other_fails(workload, waits, before_task, fault):
     """Half-way, while the other thread waits for its turn; also if the engine tells nobody."""
@@ -145,6 +152,7 @@ def test_who_waits_goes_on_when_the_other_fails(workload, waits, before_task, fa
     assert workload.worst(model) < 1e-10
 
 
+@pytest.mark.promise("Everything ends", "A step and a backward on another thread take turns.")
 def test_a_step_waits_for_a_backward_on_another_thread(workload, waits):
     model = workload.model()
     with pipeline(model, loss_fn=mse).sync() as pipe:
@@ -157,6 +165,7 @@ def test_a_step_waits_for_a_backward_on_another_thread(workload, waits):
     assert workload.worst(model) < 1e-10
 
 
+@pytest.mark.promise("Everything ends", "A step and a backward on another thread take turns.")
 async def test_a_backward_while_a_step_is_under_way_on_its_thread(workload, before_task):
     """The step ends on this thread, so to wait would be to wait for ever."""
     model = workload.model()
@@ -203,6 +212,9 @@ def test_a_backward_between_the_outputs_of_another_on_its_thread(workload):
     assert workload.worst(model) < 1e-10
 
 
+@pytest.mark.promise(
+    "Everything ends", "Two threads that go backward through two pipelines in opposite orders do not hang."
+)
 def test_two_threads_through_two_pipelines_in_opposite_orders(workload):
     """Each holds what the other needs: one is told, the other goes on."""
     models = [workload.model().append(nn.Linear(8, 6).double()) for _ in range(2)]

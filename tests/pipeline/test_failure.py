@@ -35,6 +35,10 @@ def pipeline(model, **options):
     return Pipeline(model, DEVICES[: options.pop("devices", 3)], **options)
 
 
+@pytest.mark.promise(
+    "A step that fails",
+    "A task that raises ends its step with a `TaskError` that names it; the gradients stay as they were.",
+)
 @pytest.mark.parametrize(
     ("schedule", "tasks"),
     [
@@ -104,6 +108,7 @@ async def cancelled_step(pipe, workload, before_task, nth):
     return False
 
 
+@pytest.mark.promise("A step that fails", "A cancellation at any point leaves the gradients as they were.")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_cancellation_at_any_point(workload, before_task, no_leaks, schedule):
     @settings(max_examples=20, suppress_health_check=list(HealthCheck))
@@ -166,6 +171,9 @@ def test_keyboard_interrupt_in_a_blocking_step(workload, before_task, no_leaks, 
 # A caller that drops the pipeline
 
 
+@pytest.mark.promise(
+    "Everything ends", "Closing or dropping a pipeline, also during a step, ends and leaves no thread."
+)
 async def test_dropped_without_closing(workload, no_leaks):
     pipe = await pipeline(workload.model()).__aenter__()
     await pipe.step(workload.x, workload.target)

@@ -45,6 +45,7 @@ def linears(dtype=torch.float64):
 # Module, balance, devices, micro-batches, recomputation
 
 
+@pytest.mark.promise("Your own program", "`asyncpipe.is_recomputing()` tells a stage that this is its second run.")
 @pytest.mark.parametrize(
     ("samples", "mode", "wanted"), [(9, "except_last", 7), (3, "except_last", 2), (3, "always", 3)]
 )

@@ -47,6 +47,7 @@ class Marked(torch.Tensor):
     """A subclass, whose functions return it."""
 
 
+@pytest.mark.promise("Right results", "Mini-batches and outputs of stages may be of a subclass of `Tensor`.")
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zbv", "v-half", "v-min", "interleaved-zb", "dualpipev"])
 def test_subclasses_of_tensor_have_their_gradients_in_split_backwards(schedule):
     torch.manual_seed(0)
@@ -63,6 +64,9 @@ class Reversed(nn.Module):
         return x * 2
 
 
+@pytest.mark.promise(
+    "Your own program", "A hook that a stage registers on its input runs once in every recomputation mode."
+)
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_hook_of_what_a_stage_receives_runs_once(schedule, checkpoint):
@@ -93,6 +97,10 @@ def parametrized() -> nn.Linear:
     return layer
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "`torch.nn.utils.parametrize.cached()` around a step or in a stage is refused before a wrong gradient is made.",
+)
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_cached_parametrizations_are_refused(checkpoint):
     check(layers(parametrized()), checkpoint=checkpoint)
@@ -108,6 +116,10 @@ def test_cached_parametrizations_are_refused(checkpoint):
         pipe.step(X, TARGET)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "An input or parameter that is overwritten before the backward needs it is refused, as torch refuses it.",
+)
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_an_input_that_is_overwritten_before_the_backward_is_refused_as_torch_does(checkpoint):
     with Pipeline(layers(), DEVICES, microbatches=4, checkpoint=checkpoint).sync() as pipe:
@@ -119,6 +131,10 @@ def test_an_input_that_is_overwritten_before_the_backward_is_refused_as_torch_do
         assert all(gradient is None for gradient in gradients(pipe.module))
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "An input or parameter that is overwritten before the backward needs it is refused, as torch refuses it.",
+)
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_weights_that_are_updated_before_the_backward_are_refused_as_torch_does(checkpoint):
     with Pipeline(layers(), DEVICES, microbatches=4, checkpoint=checkpoint).sync() as pipe:
@@ -130,6 +146,9 @@ def test_weights_that_are_updated_before_the_backward_are_refused_as_torch_does(
             loss.backward()
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A layer that was replaced, added or removed after the pipeline was made is refused."
+)
 def test_a_layer_that_is_replaced_after_the_pipeline_was_made_is_refused():
     model = layers()
     with Pipeline(model, DEVICES, microbatches=4, loss_fn=mse).sync() as pipe:
@@ -169,6 +188,7 @@ class Calls(nn.Module):
         return pair[1](pair[0])
 
 
+@pytest.mark.promise("Refused, not wrong", "An object that hides tensors is refused by the name of its class.")
 @pytest.mark.parametrize("make", [_partial, _closure, _method])
 def test_tensors_inside_functions_between_stages_are_refused(make):
     model = nn.Sequential(nn.Linear(6, 6), Gives(make), Calls()).double()
@@ -190,6 +210,9 @@ class Noise(nn.Module):
         return x * torch.randn(x.shape, dtype=x.dtype, generator=self.generators[0])
 
 
+@pytest.mark.promise(
+    "Bit-identical results", "The numbers of a `torch.Generator` that a module holds are replayed by a recomputation."
+)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_a_generator_of_a_module_is_replayed_in_a_recomputation(checkpoint):
     def trained(mode):
@@ -214,6 +237,7 @@ class Asks(nn.Module):
         return x + torch.zeros(()).to(x)
 
 
+@pytest.mark.promise("Your own program", "Context variables of the caller have their values in its tasks on threads.")
 def test_context_variables_of_the_caller_reach_its_tasks():
     Asks.seen = []
     with Pipeline(layers(Asks()), DEVICES, microbatches=2, loss_fn=mse, checkpoint="always").sync() as pipe:
@@ -234,6 +258,7 @@ class Makes(nn.Module):
         return x
 
 
+@pytest.mark.promise("Your own program", "The default device of the caller holds in its tasks.")
 def test_the_default_device_of_the_caller_reaches_its_tasks():
     Makes.devices = set()
     with Pipeline(layers(Makes()), DEVICES, microbatches=2, loss_fn=mse).sync() as pipe, torch.device("meta"):
@@ -246,6 +271,7 @@ class Loud(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.promise("Refused, not wrong", "A step inside a mode of torch that would not see other threads is refused.")
 @pytest.mark.parametrize("mode", [Loud, lambda: FlopCounterMode(display=False)], ids=["functions", "dispatch"])
 def test_modes_of_the_caller_are_refused(mode):
     with Pipeline(layers(), DEVICES, microbatches=2, loss_fn=mse).sync() as pipe:
@@ -290,6 +316,10 @@ async def test_a_pipeline_without_await_is_not_opened_with_await():
             pass
 
 
+@pytest.mark.promise(
+    "Reported, not silent",
+    "A loss that is not a number is logged once, raised as a `LossError`, or ignored, as you choose.",
+)
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 async def test_a_loss_that_is_not_a_number_is_told_once_or_raised_or_ignored(caplog, workers):
     bad = torch.full_like(X, torch.nan)

@@ -30,6 +30,7 @@ def pipeline(model, pool=None, **options):
     return Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, loss_fn=mse, pool=pool, **options)
 
 
+@pytest.mark.promise("Your own program", "In a forked child, every use of the parent's pipeline is refused at once.")
 def test_every_use_is_refused_at_once(workload, no_leaks):
     """Forward, step and backward raise, also that of an output of the parent; closing returns."""
     with pipeline(workload.model()).sync() as pipe:
@@ -81,6 +82,7 @@ async def test_a_pipeline_on_the_running_loop(workload, no_leaks):
         assert workload.worst(pipe.module) < 1e-10
 
 
+@pytest.mark.promise("Your own program", "In a forked child, every use of the parent's pipeline is refused at once.")
 def test_forked_while_another_thread_steps(workload, before_task, no_leaks):
     """The child inherits locks that no thread of its own will release."""
     running, forked = threading.Event(), threading.Event()
@@ -141,6 +143,7 @@ def _nodes(root):
             waiting += [edge for edge, _ in node.next_functions]
 
 
+@pytest.mark.promise("Your own program", "A forked child and its end do not affect the pipeline of the parent.")
 def test_finalizers_of_the_child_leave_the_parent_alone(workload, monkeypatch, no_leaks):
     """A loop's wake-up descriptor is shared with the child, which must not write to it."""
     monkeypatch.setattr(portal, "new_event_loop", asyncio.new_event_loop)
@@ -181,6 +184,7 @@ sys.exit(0)
 """
 
 
+@pytest.mark.promise("Your own program", "A forked child and its end do not affect the pipeline of the parent.")
 def test_a_child_that_exits_as_programs_do():
     """With Python's own end of the process: its finalizers and its functions for ``atexit``."""
     done = subprocess.run(
@@ -189,6 +193,9 @@ def test_a_child_that_exits_as_programs_do():
     assert (done.returncode, done.stdout, done.stderr) == (0, "status 0\n", "")
 
 
+@pytest.mark.promise(
+    "Your own program", "A forked child may open a copy of its parent's pipeline, or one that was not open."
+)
 def test_a_child_opens_a_copy_and_one_that_was_not_open(workload, no_leaks):
     unopened = pipeline(workload.model())
     with pipeline(workload.model()).sync() as pipe:
@@ -223,6 +230,7 @@ class Rows(Dataset):
         return self.workload.x[index], self.workload.target[index]
 
 
+@pytest.mark.promise("Your own program", "Forked workers of a `DataLoader` may hold an open pipeline.")
 def test_a_data_loader_with_forked_workers(workload, no_leaks):
     with pipeline(workload.model()).sync() as pipe:
         for _ in range(2):

@@ -47,6 +47,7 @@ def opened(name: str, balance: list[int], microbatches: int = 3, **options: Any)
     return model, asyncpipe.from_transformers(model, batch, devices=devices, microbatches=microbatches, balance=balance)
 
 
+@pytest.mark.promise("Right results", "`pipe.generate` returns the tokens of the unsplit model.")
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize(
     ("name", "balance", "options"),
@@ -86,6 +87,7 @@ def test_requests_end_at_different_lengths() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.promise("Right results", "`pipe.generate` returns the tokens of the unsplit model.")
 def test_sampling_draws_from_the_default_generator() -> None:
     """One micro-batch has the draws of the model itself; several have the same every time."""
     model, alone = opened("GPT2LMHeadModel", [1, 2], microbatches=1)
@@ -104,6 +106,10 @@ def test_sampling_draws_from_the_default_generator() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.promise(
+    "A step that fails",
+    "`pipe.generate` leaves mode and gradients as they were, and an error of a stage leaves no thread behind.",
+)
 async def test_training_goes_on_behind_it_and_the_loop_stays_free() -> None:
     model, pipe = opened("LlamaForCausalLM", [1, 2])
     batch = prompts("Llama") | {"labels": prompts("Llama")["input_ids"]}
@@ -131,6 +137,10 @@ async def test_training_goes_on_behind_it_and_the_loop_stays_free() -> None:
     assert threading.active_count() <= threads + 1  # asyncio's own, for blocking calls
 
 
+@pytest.mark.promise(
+    "A step that fails",
+    "`pipe.generate` leaves mode and gradients as they were, and an error of a stage leaves no thread behind.",
+)
 def test_an_error_of_a_stage_ends_all_loops() -> None:
     model, pipe = opened("LlamaForCausalLM", [1, 2])
     seen: list[int] = []

@@ -29,6 +29,10 @@ def pipeline(model: nn.Module, stages: int, devices: int, **options: Any) -> Pip
     return Pipeline(model, [f"cpu:{k}" for k in range(devices)], stages=stages, loss_fn=mse, **options)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "Loss and gradients are those of the unsplit model within 1e-10, for every schedule, split and recomputation mode.",
+)
 @pytest.mark.parametrize("samples", [13, 5], ids=lambda n: f"batch{n}")
 @pytest.mark.parametrize(("schedule", "stages", "devices"), SHAPES)
 async def test_equal_to_the_unsplit_model(workloads, schedule, stages, devices, samples):
@@ -61,6 +65,10 @@ async def test_dropout_differs_between_steps_and_microbatches():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A recomputation sees the input, buffers, draws and autocast of its forward: gradients are bit-identical.",
+)
 @pytest.mark.parametrize("mode", MODES)
 async def test_autocast_of_the_caller_holds_in_every_task(mode):
     torch.manual_seed(4)
@@ -86,6 +94,7 @@ async def test_autocast_of_the_caller_holds_in_every_task(mode):
         torch.testing.assert_close(grad, parameter.grad)
 
 
+@pytest.mark.promise("Right results", "A stage in which nothing needs a gradient is not recomputed.")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_stage_in_which_nothing_needs_a_gradient_is_not_recomputed(mode, schedule):
@@ -120,6 +129,7 @@ class Counts(nn.Module):
         return self.calls * x
 
 
+@pytest.mark.promise("Refused, not wrong", "A recomputation whose results differ from those of its forward is refused.")
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 @pytest.mark.parametrize("layer", [AsksForGraph, Counts])
 def test_a_recomputation_that_computes_other_values_is_refused(layer, mode):
@@ -163,6 +173,10 @@ class Force(nn.Module):
         return x + force
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "If a stage computes a gradient inside its forward, hooks that earlier stages registered are not called.",
+)
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]])
 def test_a_hook_of_what_a_stage_receives_is_not_called_for_a_gradient_in_its_forward(balance: list[int]) -> None:
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), DoublesItsGradient(), Force())

@@ -58,6 +58,7 @@ def pipeline(path: Path, workers: str, **options) -> Pipeline:
     return Pipeline(model, ["cpu:0", "cpu:1"], microbatches=4, loss_fn=mse, **options)
 
 
+@pytest.mark.promise("Everything ends", "A task that hangs ends its step with an error that names the task.")
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 async def test_a_step_that_hangs_ends_with_the_name_of_its_task(tmp_path, workers):
     path = tmp_path / "hangs"
@@ -75,6 +76,7 @@ async def test_a_step_that_hangs_ends_with_the_name_of_its_task(tmp_path, worker
                 await pipe.step(X, X)
 
 
+@pytest.mark.promise("Everything ends", "A task that takes as long as it always does is not reported as hung.")
 async def test_a_task_that_is_as_slow_as_ever_does_not_hang(tmp_path):
     """Of a pipeline without a job, tasks are not measured: it is the time of its last step that counts."""
     async with pipeline(tmp_path / "none", "threads", hang_seconds=1) as pipe:
@@ -87,6 +89,7 @@ async def test_a_task_that_is_as_slow_as_ever_does_not_hang(tmp_path):
         assert pipe._tenancy.pool.watchdog._limit(10.0) == 200.0
 
 
+@pytest.mark.promise("Everything ends", "A cancellation ends even if a stage hangs.")
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 async def test_a_cancellation_ends_though_a_stage_hangs(tmp_path, monkeypatch, workers):
     """At random instants of steps, some of which hang; new pipelines go on on the same pool, with new workers."""

@@ -43,6 +43,7 @@ class Remembers(nn.Module):
         return sum(reference() is not None for reference in self.seen)
 
 
+@pytest.mark.promise("Memory", "An exception that you keep does not keep tensors of its step alive.")
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("fails", ["forward", "backward"])

@@ -52,6 +52,7 @@ def whole(batches: list[tuple[Tensor, Tensor]]) -> tuple[float, list[Tensor]]:
     return loss.item(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.promise("Right results", "Steps with `num_items_in_batch` add up to the mean over all labels.")
 @pytest.mark.parametrize(
     ("devices", "options"),
     [

@@ -96,6 +96,9 @@ def assert_trained(ours: Model) -> None:
         assert (mine.grad - theirs.grad).abs().max() < 1e-10
 
 
+@pytest.mark.promise(
+    "Right results", "The scalar losses of the micro-batches become one number, weighted by their samples or added."
+)
 @pytest.mark.parametrize(
     ("make", "kind", "mode"),
     [*((staged, BatchEncoding, mode) for mode in MODES), (traced, dict, "except_last"), (staged, dict, "never")],
@@ -110,6 +113,10 @@ def test_the_loss_of_a_call_with_keyword_arguments(make, kind, mode):
     assert_trained(ours)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A tokenizer's batch stands for keyword arguments; any other dict for a model of stages is its first argument.",
+)
 @pytest.mark.parametrize("make", [traced, staged])
 def test_a_step_with_a_batch_of_a_tokenizer(make):
     """It stands for keyword arguments, in a step and in a call."""
@@ -122,6 +129,10 @@ def test_a_step_with_a_batch_of_a_tokenizer(make):
     assert_trained(ours)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A tokenizer's batch stands for keyword arguments; any other dict for a model of stages is its first argument.",
+)
 def test_a_step_of_a_traced_model_with_a_dict():
     ours = model()
     with pipeline(traced(ours)).sync() as pipe:
@@ -129,6 +140,10 @@ def test_a_step_of_a_traced_model_with_a_dict():
     assert_trained(ours)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A tokenizer's batch stands for keyword arguments; any other dict for a model of stages is its first argument.",
+)
 def test_a_dict_for_a_model_of_stages_is_its_first_argument():
     """As in ``model(batch)``; keyword arguments are ``Arguments.of(**batch)``."""
     ours = model()
@@ -146,6 +161,9 @@ def test_a_dict_for_a_model_of_stages_is_its_first_argument():
     assert_trained(ours)
 
 
+@pytest.mark.promise(
+    "Right results", "The scalar losses of the micro-batches become one number, weighted by their samples or added."
+)
 def test_a_sum_of_losses_is_a_sum():
     with pipeline(staged(model()), loss_reduction="sum").sync() as pipe, torch.no_grad():
         whole = pipe(**batch(4)).loss
@@ -163,6 +181,10 @@ def padded(rows: int = 1) -> BatchEncoding:
     return BatchEncoding(made)
 
 
+@pytest.mark.promise(
+    "Reported, not silent",
+    "A mean over unevenly padded micro-batches is warned about once; the warning says what to write.",
+)
 def test_uneven_padding_inside_the_model_warns_once():
     with pipeline(staged(model()), loss_fn=loss_of).sync() as pipe:
         with pytest.warns(PaddedLabelsWarning) as caught:
@@ -178,6 +200,10 @@ def test_uneven_padding_inside_the_model_warns_once():
         pipe(**padded())
 
 
+@pytest.mark.promise(
+    "Reported, not silent",
+    "A mean over unevenly padded micro-batches is warned about once; the warning says what to write.",
+)
 def test_uneven_padding_of_targets_warns():
     made = padded()
     layers = nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, WORDS))
@@ -188,6 +214,10 @@ def test_uneven_padding_of_targets_warns():
         pipe.step(made["input_ids"], made["labels"])
 
 
+@pytest.mark.promise(
+    "Reported, not silent",
+    "A mean over unevenly padded micro-batches is warned about once; the warning says what to write.",
+)
 def test_what_the_warning_says_to_write_is_right():
     """Warnings are errors here."""
     ours, bare, given = model(), model(), padded()
@@ -198,6 +228,7 @@ def test_what_the_warning_says_to_write_is_right():
         assert (mine.grad - theirs.grad).abs().max() < 1e-10
 
 
+@pytest.mark.promise("Reported, not silent", "No warning about padding appears where the mean is right.")
 @pytest.mark.parametrize(
     ("given", "options"),
     [

@@ -27,6 +27,9 @@ async def steps(pipe: Pipeline, count: int) -> list[float]:
     return [float((await pipe.step(X, X)).loss) for _ in range(count)]
 
 
+@pytest.mark.promise(
+    "Your own program", "Coroutines of several event loops and blocking callers step the same pipeline."
+)
 def test_a_pipeline_steps_in_one_loop_after_the_other():
     async def alone() -> list[float]:
         async with pipeline() as pipe:
@@ -39,6 +42,9 @@ def test_a_pipeline_steps_in_one_loop_after_the_other():
     assert found == wanted
 
 
+@pytest.mark.promise(
+    "Your own program", "Coroutines of several event loops and blocking callers step the same pipeline."
+)
 def test_loops_of_several_threads_and_blocking_callers_step_the_same_pipeline():
     each = 5
 

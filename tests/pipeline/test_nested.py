@@ -74,6 +74,10 @@ PLACES = {
 }
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "A loss, a stage or a hook may call a pipeline: results are right, and no device waits for itself.",
+)
 @pytest.mark.parametrize(
     ("place", "schedule", "checkpoint"),
     [
@@ -116,6 +120,10 @@ def test_a_loss_calls_a_frozen_teacher(workload, mode, no_leaks):
 # The running pipeline
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "A loss, a stage or a hook may call a pipeline: results are right, and no device waits for itself.",
+)
 async def test_the_running_pipeline(workload, no_leaks):
     """A loss that compares with what the model says of its target; on a pipeline that the running loop drives."""
 
@@ -131,6 +139,7 @@ async def test_the_running_pipeline(workload, no_leaks):
         assert_close(gradients(pipe.module), wanted)
 
 
+@pytest.mark.promise("Refused, not wrong", "Gradients through the running pipeline are refused inside a task.")
 def test_gradients_through_the_running_pipeline_are_refused(workload, no_leaks):
     """Its lanes make them at that moment."""
     model = workload.model()
@@ -159,6 +168,10 @@ class Asks(nn.Module):
         return x + self.ask[0](x)
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "A loss, a stage or a hook may call a pipeline: results are right, and no device waits for itself.",
+)
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_stage_calls_a_pipeline(workload, place, checkpoint, no_leaks):
@@ -190,6 +203,10 @@ def test_a_stage_calls_a_pipeline(workload, place, checkpoint, no_leaks):
             assert_close(gradients(model), wanted[1])
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "A loss, a stage or a hook may call a pipeline: results are right, and no device waits for itself.",
+)
 def test_a_hook_calls_a_pipeline_and_differentiates(workload, no_leaks):
     """In a backward task: the hook replaces a gradient by one that it gets from a backward of its own."""
 
@@ -265,6 +282,9 @@ def test_checkpoint_of_torch_around_the_call(workload, no_leaks):
         assert_close(gradients(teacher.module), wanted[1])
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "Calls inside a task that would change buffers twice, or deferred batch norms, are refused."
+)
 @pytest.mark.parametrize("again", [True, False])
 def test_statistics_of_a_teacher(again, no_leaks):
     """They are counted once a call. A recomputation would call again, and find them changed: it is refused."""
@@ -311,6 +331,10 @@ def step_together(workload, *pipes):
     assert run_all(*run) == [None] * len(pipes)
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "A loss, a stage or a hook may call a pipeline: results are right, and no device waits for itself.",
+)
 def test_while_the_teacher_steps_on_the_same_devices(workload, before_task, no_leaks):
     """The teacher's own step waits for the lane of the student's task, which calls the teacher."""
     queued, submitted = threading.Event(), threading.Event()
@@ -363,6 +387,10 @@ def test_two_students_with_one_teacher(workload, frozen, no_leaks):
                 assert_close(gradients(model), [2 * gradient for gradient in wanted[1]])
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "A loss, a stage or a hook may call a pipeline: results are right, and no device waits for itself.",
+)
 def test_two_pipelines_whose_losses_call_each_other(workload, no_leaks):
     """Each in a pool of its own, both at the same time: waiting for lanes would be waiting in a circle."""
     meeting, calling = Meeting(2), threading.local()
@@ -424,6 +452,7 @@ def test_two_students_change_buffers_of_one_teacher(workload, no_leaks):
     assert set(most) == {1}
 
 
+@pytest.mark.promise("Everything ends", "Two stages that would wait for each other's pipelines are refused.")
 def test_two_stages_that_wait_for_each_other_are_refused(workload, no_leaks):
     """Each calls the other's pipeline, from inside a stage that has a buffer."""
     meeting, calling = Meeting(2), threading.local()
@@ -468,6 +497,7 @@ def in_loss(function):
     return loss_fn
 
 
+@pytest.mark.promise("Everything ends", "A step or a close inside a task, which would wait for itself, is refused.")
 def test_steps_and_closing_inside_a_task_are_refused(workload, no_leaks):
     refusals = [
         (lambda: pipe.step(workload.x, workload.target), "call the pipeline there"),
@@ -490,6 +520,7 @@ def test_steps_and_closing_inside_a_task_are_refused(workload, no_leaks):
         assert message in str(loss_fn.raised[0])
 
 
+@pytest.mark.promise("Everything ends", "A step or a close inside a task, which would wait for itself, is refused.")
 async def test_a_step_that_a_task_starts_on_the_loop_is_refused(workload, no_leaks):
     """The task waits for a coroutine of the loop that drives the pool."""
     loop = asyncio.get_running_loop()
@@ -522,6 +553,7 @@ class Observes:
                 self.raised[0] = error
 
 
+@pytest.mark.promise("Everything ends", "An observer that would wait for the loop that calls it is refused.")
 @pytest.mark.parametrize("what", ["call", "step", "close", "backward"])
 def test_an_observer_that_waits_for_its_own_loop_is_refused(workload, what, no_leaks):
     pipe = pipeline(workload.model(), loss_fn=mse).sync()
@@ -591,6 +623,9 @@ def test_closed_pipelines_are_refused_inside_a_task(workload, no_leaks):
                         student.step(workload.x, workload.target)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "Calls inside a task that would change buffers twice, or deferred batch norms, are refused."
+)
 def test_deferred_batch_norms_are_refused_inside_a_task(workload, no_leaks):
     other = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
     with classroom(workload, model=other, teacher={"deferred_batch_norm": True}) as (teacher, student):

@@ -26,6 +26,7 @@ def piped(model, offload, **options):
     )
 
 
+@pytest.mark.promise("Bit-identical results", "Gradients with `offload` are bit-identical to those without.")
 @pytest.mark.timeout(120)
 def test_each_worker_offloads_its_part():
     """The workers' memory is taken for that of devices: tensors come back elsewhere, and weights are the same bits."""

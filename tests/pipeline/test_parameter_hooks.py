@@ -67,6 +67,7 @@ class Both:
         assert_close(self.model.parameters(), self.bare.parameters())
 
 
+@pytest.mark.promise("Your own program", "Hooks of a parameter run once in a step, on the whole new gradient.")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("loss", [mse, counted])
@@ -81,6 +82,9 @@ def test_hooks_see_the_whole_gradient_once(workload, schedule, checkpoint, loss)
     assert len(ours.seen) == 2 * 2 * 8
 
 
+@pytest.mark.promise(
+    "Your own program", "An optimizer inside a hook runs once a step, after every micro-batch has used the old weights."
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_an_optimizer_in_the_backward(workload, schedule):
     """It runs once for each parameter and step, when all micro-batches have used the old weights."""
@@ -101,6 +105,7 @@ def test_an_optimizer_in_the_backward(workload, schedule):
     assert sum(model is both.model for model in calls) == 3 * 8
 
 
+@pytest.mark.promise("Your own program", "Hooks of a parameter run once in a step, on the whole new gradient.")
 def test_with_the_optimizer_in_the_step(workload):
     both = Both(workload)
     ours, theirs = Hooks(both.model), Hooks(both.bare)
@@ -114,6 +119,7 @@ def test_with_the_optimizer_in_the_step(workload):
     ours.assert_equal(theirs)
 
 
+@pytest.mark.promise("Your own program", "Hooks of a parameter run once in a step, on the whole new gradient.")
 def test_with_a_scale(workload):
     """Hooks see scaled gradients, as those of the scaled loss."""
     both = Both(workload)
@@ -125,6 +131,7 @@ def test_with_a_scale(workload):
     ours.assert_equal(theirs)
 
 
+@pytest.mark.promise("Your own program", "Hooks of a parameter run once in a step, on the whole new gradient.")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_tied_parameter(devices):
     """Its hooks are on the owner, and see the sum over the stages."""
@@ -144,6 +151,9 @@ def test_a_tied_parameter(devices):
     assert_close(made[0][1], made[1][1])
 
 
+@pytest.mark.promise(
+    "A step that fails", "If a hook of a parameter raises, the gradients are those from before the step."
+)
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("updates", [False, True])
 def test_a_hook_that_raises(workload, kind, updates):
@@ -172,6 +182,7 @@ def test_a_hook_that_raises(workload, kind, updates):
     assert workload.worst(model) < 1e-10
 
 
+@pytest.mark.promise("Your own program", "Hooks of a parameter's autograd node run in every micro-batch's backward.")
 def test_hooks_of_the_autograd_node_run_in_every_backward(workload):
     model, calls = workload.model(), []
     node = torch.autograd.graph.get_gradient_edge(model[0].weight).node

@@ -224,6 +224,9 @@ class Broken(Policy):
         self.tasks = []
 
 
+@pytest.mark.promise(
+    "Everything ends", "A policy of yours that is wrong ends every step of its pool with an error that names it."
+)
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.parametrize("wrong", ["raises when told", "raises when asked", "chooses nonsense", "chooses nothing"])
 async def test_a_policy_that_is_wrong_ends_every_step_and_nobody_waits(workload, new_threads, caplog, wrong, after):

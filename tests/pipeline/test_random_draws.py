@@ -83,6 +83,10 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A recomputation draws the random numbers of its forward, for every operator of torch that draws.",
+)
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_gradient_is_that_of_what_was_drawn(name: str, mode: str) -> None:
@@ -90,6 +94,13 @@ def test_the_gradient_is_that_of_what_was_drawn(name: str, mode: str) -> None:
     torch.testing.assert_close(gradient, outputs.sum(0), rtol=0, atol=1e-12)
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A recomputation sees the input, buffers, draws and autocast of its forward: gradients are bit-identical.",
+)
+@pytest.mark.promise(
+    "Bit-identical results", "Random numbers on a CPU are equal in every recomputation mode, schedule and placement."
+)
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_equal_in_every_mode_schedule_and_placement(name: str) -> None:
     stages = [DRAWS[name]] * 2
@@ -106,6 +117,10 @@ def test_draws_are_equal_in_every_mode_schedule_and_placement(name: str) -> None
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "`torch.utils.checkpoint` inside a stage replays its random numbers and disturbs no other stage.",
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("mode", MODES)
@@ -117,6 +132,10 @@ def test_torchs_checkpoint_inside_a_stage_replays_its_draws(reentrant: bool, sch
         torch.testing.assert_close(gradient, outputs.sum(0), rtol=0, atol=1e-12)
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "`torch.utils.checkpoint` inside a stage replays its random numbers and disturbs no other stage.",
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_torchs_checkpoint_recomputes_on_the_tasks_generator(schedule: str) -> None:
     """In B, and in both halves of it. Otherwise it would set the state of torch's default generator meanwhile."""
@@ -131,6 +150,10 @@ def test_torchs_checkpoint_recomputes_on_the_tasks_generator(schedule: str) -> N
     assert own == [True] * (8 if schedule == "gpipe" else 12)
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "`torch.utils.checkpoint` inside a stage replays its random numbers and disturbs no other stage.",
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoint_in_pipe_x(reentrant: bool) -> None:
     model = nn.Sequential(Draw(lambda x: x), Checkpointed(F.dropout, reentrant=reentrant))
@@ -167,6 +190,10 @@ def many_checkpoints(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "`torch.utils.checkpoint` inside a stage replays its random numbers and disturbs no other stage.",
+)
 @pytest.mark.parametrize("draw", [F.dropout, scripted_dropout], ids=["eager", "scripted"])
 def test_torchs_checkpoint_disturbs_nobody(draw: Callable[[Tensor], Tensor]) -> None:
     """Neither the draws of other stages, nor those of the caller's other threads."""
@@ -179,6 +206,9 @@ def test_torchs_checkpoint_disturbs_nobody(draw: Callable[[Tensor], Tensor]) -> 
             assert torch.equal(gradient, outputs.sum(0))
 
 
+@pytest.mark.promise(
+    "Your own program", "A step draws one number from torch's default generator; other threads may draw meanwhile."
+)
 def test_a_stage_that_sets_torchs_generator_sets_its_own() -> None:
     def seeded(x: Tensor) -> Tensor:
         torch.manual_seed(5)
@@ -205,6 +235,7 @@ def test_a_loss_that_calls_a_pipeline_of_another_pool(mode: str) -> None:
 # Compiled stages
 
 
+@pytest.mark.promise("Bit-identical results", "A compiled stage replays its random numbers.")
 @pytest.mark.parametrize(("backend", "mode"), [("eager", "never"), ("aot_eager", "always")])
 def test_a_compiled_stage_replays_its_draws(backend: str, mode: str) -> None:
     torch._dynamo.reset()
@@ -221,6 +252,9 @@ def test_a_compiled_stage_replays_its_draws(backend: str, mode: str) -> None:
 # Refused
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A recomputation that draws more or fewer numbers than its forward is refused."
+)
 def test_a_recomputation_that_draws_something_else_is_refused() -> None:
     class Once(nn.Module):
         def __init__(self) -> None:
@@ -241,6 +275,9 @@ def test_a_recomputation_that_draws_something_else_is_refused() -> None:
 # The seed of a step
 
 
+@pytest.mark.promise(
+    "Bit-identical results", "Random numbers on a CPU are equal in every recomputation mode, schedule and placement."
+)
 def test_the_seed_of_a_step_is_drawn_on_the_cpu() -> None:
     """Whatever torch's default device is."""
     wanted, _ = step([F.dropout], "never")

@@ -106,6 +106,7 @@ def assert_equal(one, other):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.promise("Right results", "Replicas train as one pipeline with all their micro-batches, within 1e-10.")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("replicas", ROWS)
 @pytest.mark.parametrize("optimizer", [momentum, None])
@@ -116,6 +117,7 @@ async def test_replicas_train_as_one_pipeline_with_all_micro_batches(schedule, r
     assert_equal(one, await trained(replicas, microbatches, 2, **options))
 
 
+@pytest.mark.promise("Right results", "Replicas train as one pipeline with all their micro-batches, within 1e-10.")
 @pytest.mark.parametrize(
     "options",
     [
@@ -137,6 +139,7 @@ async def test_what_a_step_may_have_besides(options):
     assert_equal(one, await trained(2, MOST, 3, samples=27, **options))
 
 
+@pytest.mark.promise("Right results", "Replicas train as one pipeline with all their micro-batches, within 1e-10.")
 async def test_replicas_without_a_micro_batch_only_update():
     one = await trained(1, 6, 2, samples=2, norm=False, optimizer=momentum)
     assert_equal(one, await trained(3, 2, 2, samples=2, norm=False, optimizer=momentum))
@@ -158,6 +161,9 @@ async def test_steps_do_not_overlap_where_a_replica_has_no_micro_batch():
     assert ends[2] <= begins[3]
 
 
+@pytest.mark.promise(
+    "Bit-identical results", "Replicas on threads and in workers are bit-identical, whether steps overlap or not."
+)
 async def test_steps_of_replicas_overlap_with_the_same_bits():
     found = []
     for ahead in (0, 2):
@@ -170,6 +176,9 @@ async def test_steps_of_replicas_overlap_with_the_same_bits():
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.promise(
+    "Right results", "A backward through several calls of a pipeline with replicas has the gradients of one pipeline."
+)
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("optimizer", [momentum, None])
 def test_a_backward_of_the_callers_own_gathers_all_gradients(optimizer, calls):
@@ -290,6 +299,9 @@ class Counting(nn.Module):
         return x
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "Rows of devices of different lengths, and buffers that replicas cannot share, are refused."
+)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 async def test_other_buffers_that_forwards_change_are_refused(mode):
     model = nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 4)).double().train(mode == "train")
@@ -299,6 +311,9 @@ async def test_other_buffers_that_forwards_change_are_refused(mode):
     assert isinstance(caught.value.__cause__, SharedParameterError)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "Rows of devices of different lengths, and buffers that replicas cannot share, are refused."
+)
 @pytest.mark.parametrize(
     ("devices", "replicas", "match"),
     [
@@ -314,6 +329,7 @@ def test_devices_that_are_not_rows_are_refused(devices, replicas, match):
         Pipeline(make_model(), devices, microbatches=2, replicas=replicas)
 
 
+@pytest.mark.promise("Your own program", "With replicas, hooks of parameters see the whole gradient once.")
 @pytest.mark.parametrize("optimizer", [momentum, None])
 async def test_hooks_of_parameters_see_the_whole_gradient_once(optimizer):
     found = []
@@ -343,6 +359,7 @@ async def test_a_gradient_that_only_an_earlier_step_has_made_is_used():
     assert_equal(*found)
 
 
+@pytest.mark.promise("Memory", "With `shard_optimizer`, each replica has only the states of its part.")
 async def test_each_replica_has_a_part_of_the_optimizers_states():
     model = make_model(norm=False, tie=False)
     async with opened(model, 2, optimizer=torch.optim.Adam, shard_optimizer=True) as pipe:
@@ -369,6 +386,9 @@ class Normed(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "An optimizer that does not update each element alone cannot be sharded and is refused."
+)
 @pytest.mark.parametrize(
     ("optimizer", "match"),
     [(partial(Normed, lr=0.1), "Normed does not update each element alone"), (torch.optim.LBFGS, "LBFGS failed on")],
@@ -398,6 +418,9 @@ async def in_workers(workers, **options):
     return found
 
 
+@pytest.mark.promise(
+    "Bit-identical results", "Replicas on threads and in workers are bit-identical, whether steps overlap or not."
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -491,6 +514,10 @@ def test_a_copy_of_replicas_goes_on_as_they_do():
     assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
+@pytest.mark.promise(
+    "Right results",
+    'With `gradient_dtype="bfloat16"`, gradients of replicas are rounded once and added in the parameter type.',
+)
 @pytest.mark.parametrize("shards", [False, True], ids=["whole", "shards"])
 async def test_gradients_that_travel_in_bfloat16_are_rounded(shards):
     found = []

@@ -112,6 +112,10 @@ CASES = {
 }
 
 
+@pytest.mark.promise(
+    "Killed and resumed",
+    "After `pipe.save` and `pipe.load`, training continues bit-identically, on threads and in workers.",
+)
 @pytest.mark.parametrize("layout", ["safetensors", "dcp"])
 @pytest.mark.parametrize("case", CASES)
 async def test_training_goes_on_elsewhere_bit_by_bit(case, layout, pool, tmp_path):
@@ -181,6 +185,9 @@ sync_run({folder!r}, {steps}, save_at={save_at}, kill_at={kill_at}, layout={layo
 """
 
 
+@pytest.mark.promise(
+    "Killed and resumed", "If a process is killed while it saves, the previous save or the new one is complete."
+)
 @pytest.mark.parametrize(
     ("save_at", "steps", "kill_at"),
     [
@@ -234,6 +241,10 @@ class Malicious:
         return os.mkdir, (str(self.made),)
 
 
+@pytest.mark.promise(
+    "Killed and resumed",
+    "Saved files that are missing, damaged, unsafe or do not fit are refused by name before anything changes.",
+)
 @pytest.mark.parametrize("layout", ["safetensors", "dcp"])
 def test_files_that_are_missing_or_damaged_are_named_and_nothing_is_loaded(layout, tmp_path):
     folder, made = tmp_path / "save", tmp_path / "made"
@@ -278,6 +289,10 @@ def wider(model):
     return model
 
 
+@pytest.mark.promise(
+    "Killed and resumed",
+    "Saved files that are missing, damaged, unsafe or do not fit are refused by name before anything changes.",
+)
 @pytest.mark.parametrize(
     ("model", "options", "match"),
     [
@@ -432,6 +447,7 @@ dcp_to_torch_save(folder, folder + ".pt")
 """
 
 
+@pytest.mark.promise("Killed and resumed", 'torch can read a save with `format="dcp"` without asyncpipe.')
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_torch_alone_reads_and_trains_on(fresh, pool, tmp_path):
     """Each worker has written what it has: weights of its stage, and of each optimizer's state its replica's part."""

@@ -80,6 +80,9 @@ CASES = {
 }
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A stage that overwrites a value that another stage still reads is refused in the first step."
+)
 @pytest.mark.parametrize("mode", ["training", "no_grad", "inference"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize(("middle", "balance"), CASES.values(), ids=CASES.keys())
@@ -97,6 +100,9 @@ def test_a_skip_that_another_stage_overwrites(
     )
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A stage that overwrites a value that another stage still reads is refused in the first step."
+)
 def test_the_message_names_the_stage_that_reads_later() -> None:
     with pytest.raises(TaskError, match=r"stage 1 overwrites in place a value .* also read by stage 2, so"):
         run(layers(nn.ReLU(inplace=True)), [2, 1, 3], "always", "training")
@@ -108,12 +114,16 @@ def test_a_stage_that_overwrites_without_saying_so(mode: str) -> None:
         run(layers(InPlace()), [2, 1, 3], "never", mode)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "A stage that overwrites a value that another stage still reads is refused in the first step."
+)
 def test_two_values_of_one_link_with_the_same_memory() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Both(), Sum(), nn.Linear(4, 4)).double()
     with pytest.raises(TaskError, match="overwrites in place a value that it receives, and that is also read by anoth"):
         run(model, [2, 2], "never", "training")
 
 
+@pytest.mark.promise("Right results", "Overwriting is allowed where no stage reads the value later.")
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize(
     ("model", "balance"),

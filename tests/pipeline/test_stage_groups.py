@@ -127,6 +127,13 @@ async def trained(pipe, steps=3):
         return [value.clone() for value in found]
 
 
+@pytest.mark.promise(
+    "Right results",
+    "Clipping, learning rates and parameter groups inside the step give the numbers of torch on the unsplit model.",
+)
+@pytest.mark.promise(
+    "Right results", "Stages that shard themselves have the numbers of the unsplit stages within 1e-10."
+)
 @pytest.mark.parametrize(
     ("shard", "schedule"),
     [(tensor_parallel, "1f1b"), (tensor_parallel, "zb-h1"), (fully_sharded, "1f1b"), (fully_sharded, "interleaved")],
@@ -142,6 +149,7 @@ async def test_the_numbers_are_those_of_the_unsplit_model(pool, shard, schedule)
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.promise("Killed and resumed", "States of stages that shard themselves are whole and load into any split.")
 async def test_states_are_whole_and_load_into_any_split(pool, tmp_path):
     async with opened(factory(), pool) as pipe:
         await pipe.step(*batch())
@@ -168,6 +176,7 @@ def make_batch(step):
     return batch(9 + step)
 
 
+@pytest.mark.promise("Right results", "A feed makes the same mini-batch in all workers of a group.")
 async def test_a_feed_makes_the_same_in_all_workers_of_a_group(pool):
     async with opened(factory(), pool, feed=f"{__name__}:make_batch") as pipe:
         found = [(await pipe.step()).loss for _ in range(2)]
@@ -176,6 +185,9 @@ async def test_a_feed_makes_the_same_in_all_workers_of_a_group(pool):
             torch.testing.assert_close((await pipe.step(*make_batch(step))).loss, loss, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.promise(
+    "A lost worker", "If a worker of a group hangs, that worker is killed, not those that wait for it."
+)
 @pytest.mark.long
 async def test_a_worker_that_hangs_is_the_one_that_is_killed(tmp_path):
     for name in ("begun", "go"):
@@ -190,6 +202,10 @@ async def test_a_worker_that_hangs_is_the_one_that_is_killed(tmp_path):
             await step
 
 
+@pytest.mark.promise(
+    "A step that fails",
+    "A task that fails in one worker of a group ends the step in all of them, and the next step is right.",
+)
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_failure_in_one_worker_ends_the_step_in_all(pool, tmp_path, rank):
     async with opened(factory(folder=str(tmp_path)), pool) as pipe:
@@ -207,6 +223,7 @@ async def test_a_failure_in_one_worker_ends_the_step_in_all(pool, tmp_path, rank
         torch.testing.assert_close((await pipe.step(*batch())).loss, found, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.promise("Everything ends", "A cancelled step ends where workers of a group wait in a collective.")
 async def test_a_cancelled_step_ends_where_the_others_wait_in_a_collective(pool, tmp_path):
     async with opened(factory(folder=str(tmp_path)), pool) as pipe:
         await pipe.step(*batch())
@@ -224,6 +241,7 @@ async def test_a_cancelled_step_ends_where_the_others_wait_in_a_collective(pool,
         assert (await pipe.step(*batch())).loss.isfinite()
 
 
+@pytest.mark.promise("A lost worker", "A killed worker of a group ends the step with an error that names it.")
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_worker_of_a_group_that_is_killed(tmp_path, rank):
     async with opened(factory(folder=str(tmp_path), stages=1), devices=PLACES[:2], workers="processes") as pipe:
@@ -233,6 +251,7 @@ async def test_a_worker_of_a_group_that_is_killed(tmp_path, rank):
             await pipe.step(*batch())
 
 
+@pytest.mark.promise("Refused, not wrong", "Options that do not work with groups are refused by name.")
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -257,12 +276,14 @@ def test_what_does_not_work_is_refused(options, error, message):
         opened(factory(), **{"workers": "processes"} | options)
 
 
+@pytest.mark.promise("Refused, not wrong", "Options that do not work with groups are refused by name.")
 @pytest.mark.parametrize(("group", "shard"), [(2, None), (1, tensor_parallel)])
 def test_group_and_shard_come_together(group, shard):
     with pytest.raises(OptionError, match="give StageFactory both group and shard, or neither"):
         StageFactory(make, stages=2, group=group, shard=shard)
 
 
+@pytest.mark.promise("Refused, not wrong", "Options that do not work with groups are refused by name.")
 @pytest.mark.parametrize(
     ("shard", "schedule", "error", "message"),
     [
@@ -276,6 +297,7 @@ async def test_what_cannot_be_sharded_is_refused_by_the_workers(pool, shard, sch
             pass
 
 
+@pytest.mark.promise("Refused, not wrong", "Options that do not work with groups are refused by name.")
 async def test_what_comes_later_is_refused_too(pool):
     async with opened(factory(fully_sharded), pool) as pipe:
         assert "in the order of one step" in pipe.why_steps_wait
@@ -291,6 +313,7 @@ async def test_what_comes_later_is_refused_too(pool):
         await pipe.step(*batch())
 
 
+@pytest.mark.promise("Refused, not wrong", "Options that do not work with groups are refused by name.")
 async def test_a_stage_that_returns_a_dtensor(pool):
     async with opened(factory(returns_sharded), pool) as pipe:
         with pytest.raises(

@@ -99,6 +99,7 @@ async def one_by_one(data, **options):
         return losses, states
 
 
+@pytest.mark.promise("Bit-identical results", "Steps that overlap are bit-identical to steps one after the other.")
 @pytest.mark.parametrize(("optimizer", "where"), [(SGD, {"share": Share("job")}), (ADAM, {})], ids=["sgd", "adam"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h2", "backward-first"])
@@ -122,6 +123,7 @@ async def test_bit_equal_to_step_one_by_one(optimizer, schedule, checkpoint, whe
         assert all(r.outcome == "ok" for r in records)
 
 
+@pytest.mark.promise("Bit-identical results", "Steps that overlap are bit-identical to steps one after the other.")
 def test_the_synchronous_face(no_leaks):
     data = batches(5)
     losses, states = asyncio.run(one_by_one(data))
@@ -131,6 +133,9 @@ def test_the_synchronous_face(no_leaks):
         assert same(state(pipe), states[-1])
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "While a later step computes, calls that would see half-updated weights raise `OverlapError`."
+)
 async def test_the_next_step_begins_before_the_result_is_taken(no_leaks):
     """Its first stage runs while the result of the step before is in the caller's hands."""
     data, began = batches(3), threading.Event()
@@ -152,6 +157,7 @@ async def test_the_next_step_begins_before_the_result_is_taken(no_leaks):
         await pipe.step(*data[0])
 
 
+@pytest.mark.promise("Everything ends", "Closing the iterator of `steps` completes the steps that have begun.")
 async def test_a_loop_that_is_left_completes_what_has_begun(no_leaks):
     data = batches(5)
     _, states = await one_by_one(data)
@@ -168,6 +174,10 @@ async def test_a_loop_that_is_left_completes_what_has_begun(no_leaks):
         assert same(state(pipe), states[2])
 
 
+@pytest.mark.promise(
+    "A step that fails",
+    "If a task fails while steps overlap, earlier results are returned and later steps end without an update.",
+)
 @pytest.mark.parametrize(("share", "seed"), [(None, k) for k in range(8)] + [(Share("job"), k) for k in range(8)])
 async def test_a_failed_task(seed, share, monkeypatch, no_leaks):
     """Updates of at most one step are there in part, results before it are handed out, and training goes on."""
@@ -216,6 +226,9 @@ async def test_a_failed_task(seed, share, monkeypatch, no_leaks):
         seen.clear()
 
 
+@pytest.mark.promise(
+    "Everything ends", "A cancellation ends all running steps, and the pipeline can be used afterwards."
+)
 @pytest.mark.parametrize("share", [None, Share("job")], ids=["alone", "named"])
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_cancellation_at_any_point(seed, share, no_leaks):
@@ -251,6 +264,10 @@ def assert_between(pipe, states):
     pipe.state_dict()
 
 
+@pytest.mark.promise(
+    "Everything ends",
+    "Ctrl-C in a synchronous loop ends all running steps; an iterator that is garbage-collected ends them too.",
+)
 @pytest.mark.parametrize("at", [1, 4, 6, 9, 16])
 def test_ctrl_c_in_the_synchronous_face(at, no_leaks):
     data = batches(4)
@@ -267,6 +284,10 @@ def test_ctrl_c_in_the_synchronous_face(at, no_leaks):
         assert torch.isfinite(pipe.step(*data[0]).loss)
 
 
+@pytest.mark.promise(
+    "Everything ends",
+    "Ctrl-C in a synchronous loop ends all running steps; an iterator that is garbage-collected ends them too.",
+)
 @pytest.mark.parametrize("where", ["here", "another thread", "a task"])
 def test_a_synchronous_iterator_that_is_garbage(where, monkeypatch, no_leaks):
     """Its steps are completed, but on the thread of a task, which cannot wait for them: there they are cancelled."""
@@ -303,6 +324,9 @@ def test_a_synchronous_iterator_that_is_garbage(where, monkeypatch, no_leaks):
         assert torch.isfinite(pipe.step(*data[0]).loss)
 
 
+@pytest.mark.promise(
+    "A step that fails", "An error in a mini-batch is raised after the results of earlier mini-batches."
+)
 async def test_errors_of_the_mini_batches_come_behind_the_results_before_them(no_leaks):
     data = batches(2)
     for bad, error in (([*data, (1, 2, 3)], BatchError), ([*data, (torch.ones(()), 1)], BatchError)):
@@ -334,6 +358,7 @@ async def test_what_a_mini_batch_is():
         assert same(outputs, [outputs[0]] * 3)
 
 
+@pytest.mark.promise("Right results", "Steps that cannot overlap run one after the other.")
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -360,6 +385,7 @@ async def test_what_cannot_overlap_runs_one_by_one(options, why, no_leaks):
     assert all(result < begin for result, begin in zip(taken, begins[1:], strict=False))
 
 
+@pytest.mark.promise("Memory", "There are as many threads and tensors after 180 overlapping steps as after 120.")
 @pytest.mark.timeout(60 + STEPS // 20)
 async def test_memory_and_threads_stay_the_same(no_leaks):
     data = batches(1) * (STEPS // 3)

@@ -71,6 +71,9 @@ def microbatch_by_microbatch(model: nn.Module, x: Tensor, target: Tensor) -> lis
     return [*(parameter.grad for parameter in model.parameters()), *model.buffers()]
 
 
+@pytest.mark.promise(
+    "Right results", "TorchScript modules are layers and stages like others, also in `GPipe` and `Pipe`."
+)
 @kinds
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -105,6 +108,9 @@ def test_torch_script_equals_the_unsplit_model(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.promise(
+    "Right results", "TorchScript modules are layers and stages like others, also in `GPipe` and `Pipe`."
+)
 @kinds
 def test_the_drop_in_faces_take_torch_script(make: Callable[[nn.Module], nn.Module]) -> None:
     x = torch.randn(8, 4)
@@ -148,6 +154,9 @@ def shared(layer: nn.Module) -> Sequence[nn.Module]:
     return nn.Sequential(layer, nn.Tanh(), layer)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "What cannot be right with TorchScript is refused when the pipeline is made."
+)
 def test_what_cannot_be_right_with_torch_script_is_refused() -> None:
     whole = scripted(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     devices = ["cpu:0", "cpu:1"]

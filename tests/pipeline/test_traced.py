@@ -32,6 +32,9 @@ class Checkpointed(nn.Module):
         return self.middle(x).tanh()
 
 
+@pytest.mark.promise(
+    "Right results", "A traced model may ask for `torch.utils.checkpoint`: the pipeline recomputes in its place."
+)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_of_the_model_are_left_to_the_pipeline(reentrant: bool) -> None:
     torch.manual_seed(1)
@@ -55,6 +58,9 @@ def test_checkpoints_of_the_model_are_left_to_the_pipeline(reentrant: bool) -> N
     )
 
 
+@pytest.mark.promise(
+    "Right results", "A traced model may ask for `torch.utils.checkpoint`: the pipeline recomputes in its place."
+)
 def test_checkpoints_outside_of_a_trace_stay_checkpoints() -> None:
     """Also those of a model that was traced before."""
     model, x = Checkpointed(True), torch.randn(2, 4)
@@ -89,6 +95,9 @@ class OfDataclasses(nn.Module):
         return Result(z.square().mean(), (y, z), "plain")
 
 
+@pytest.mark.promise(
+    "Right results", "Plain dataclasses are inputs and outputs of traced models like other containers."
+)
 def test_plain_dataclasses_as_inputs_and_outputs() -> None:
     torch.manual_seed(1)
     model, table = OfDataclasses().double(), torch.randn(4).double()

@@ -50,6 +50,10 @@ def stepped(pipe: Any, x: Tensor) -> Tensor:
     return pipe.step(x).loss
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A step inside forward-mode derivatives or a transform of `torch.func` is refused; so are batches of gradients.",
+)
 @pytest.mark.parametrize("run", [called, stepped])
 def test_tangents(pipe: Any, run: Callable[[Any, Tensor], Tensor]) -> None:
     with forward_ad.dual_level(), pytest.raises(BackwardError) as raised:
@@ -68,6 +72,10 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
 }
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A step inside forward-mode derivatives or a transform of `torch.func` is refused; so are batches of gradients.",
+)
 @pytest.mark.parametrize("run", [called, stepped])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_transforms(pipe: Any, run: Callable[[Any, Tensor], Tensor], transform: Any) -> None:
@@ -76,6 +84,10 @@ def test_transforms(pipe: Any, run: Callable[[Any, Tensor], Tensor], transform: 
     assert str(raised.value) in (TRANSFORM, FORWARD_MODE)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A step inside forward-mode derivatives or a transform of `torch.func` is refused; so are batches of gradients.",
+)
 def test_batched_gradients(pipe: Any) -> None:
     x = X.clone().requires_grad_()
     y = pipe(x)

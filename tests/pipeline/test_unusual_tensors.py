@@ -83,6 +83,7 @@ QUANTIZERS = {
 }
 
 
+@pytest.mark.promise("Right results", "A buffer that is changed in place stays the same tensor, also if it is resized.")
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated", "ignore:Please use quant_min and quant_max")
 @pytest.mark.parametrize(("schedule", "checkpoint"), SHAPES)
 @pytest.mark.parametrize("make", QUANTIZERS.values(), ids=QUANTIZERS)
@@ -111,6 +112,9 @@ class Back(nn.Module):
 SMALL = [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32]
 
 
+@pytest.mark.promise(
+    "Right results", "Tensors of 8-bit floats and of `complex32` travel between stages and between workers."
+)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(("schedule", "checkpoint"), SHAPES)
 @pytest.mark.parametrize("kind", SMALL, ids=str)
@@ -163,12 +167,14 @@ def tied(last):
     return nn.Sequential(Embeds(embedding), Middle(), last(embedding))
 
 
+@pytest.mark.promise("Right results", "Sparse gradients of a shared embedding are added as autograd adds them.")
 @pytest.mark.parametrize(("schedule", "checkpoint"), SHAPES)
 @pytest.mark.parametrize("last", [EmbedsAgain, Head])
 def test_sparse_gradients_of_tied_embeddings(last, schedule, checkpoint):
     check(lambda: tied(last), IDS, torch.zeros(8, 5, 6), [1, 2], schedule, checkpoint, steps=2)
 
 
+@pytest.mark.promise("Right results", "Sparse gradients of a shared embedding are added as autograd adds them.")
 def test_a_dense_gradient_is_added_to_a_sparse_one_of_an_earlier_step():
     embedding = nn.Embedding(20, 6, sparse=True)
     model, target = nn.Sequential(embedding, nn.Linear(6, 6)), torch.zeros(8, 5, 6)
@@ -185,6 +191,9 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+@pytest.mark.promise(
+    "Right results", "Tensors of 8-bit floats and of `complex32` travel between stages and between workers."
+)
 async def test_workers_send_sparse_gradients_and_small_types_and_keep_their_parameters():
     model, bare = seeded(lambda: tied(EmbedsAgain)), seeded(lambda: tied(EmbedsAgain))
     target, optimizer = torch.zeros(8, 5, 6), sgd(bare.parameters())
@@ -225,12 +234,18 @@ def linear():
     return nn.Linear(6, 6)
 
 
+@pytest.mark.promise(
+    "Right results", "Jagged nested tensors are cut between samples, and travel between stages on threads."
+)
 @pytest.mark.parametrize(("schedule", "checkpoint"), SHAPES)
 def test_jagged_tensors_between_stages(schedule, checkpoint):
     layers = lambda: nn.Sequential(ToNested(), linear(), linear(), Sum(), linear())  # noqa: E731
     check(layers, torch.cat([X[:, None]] * 5, 1), TARGET, [2, 3], schedule, checkpoint)
 
 
+@pytest.mark.promise(
+    "Right results", "Jagged nested tensors are cut between samples, and travel between stages on threads."
+)
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize(("schedule", "checkpoint"), SHAPES)
 def test_jagged_tensors_as_input(schedule, checkpoint, in_pieces):
@@ -276,6 +291,10 @@ class Reads(nn.Module):
         return x.as_subclass(torch.Tensor) * getattr(x, "scale", 1)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "An attribute that Python code has given a tensor is refused between stages, where copies would lack it.",
+)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("kind", [torch.Tensor, Marked])
 def test_attributes_of_tensors_between_stages_are_refused(kind, checkpoint):
@@ -289,6 +308,10 @@ def test_attributes_of_tensors_between_stages_are_refused(kind, checkpoint):
         assert "sends a tensor with the attribute 'scale'" in str(caught.value.__cause__)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "An attribute that Python code has given a tensor is refused between stages, where copies would lack it.",
+)
 def test_attributes_of_inputs_are_refused():
     x = X.clone()
     x.scale = 2.0
@@ -301,6 +324,10 @@ def test_attributes_of_inputs_are_refused():
 # Parameters that are replaced
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A parameter that was replaced is trained, or refused where an optimizer, a worker or a tied stage has it too.",
+)
 @pytest.mark.parametrize("held", [True, False], ids=["by an optimizer", "by nobody"])
 def test_parameters_that_are_replaced_are_followed_or_refused(held):
     model = seeded(lambda: nn.Sequential(linear(), nn.Tanh(), linear()))
@@ -322,6 +349,10 @@ def test_parameters_that_are_replaced_are_followed_or_refused(held):
         same(model, bare)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A parameter that was replaced is trained, or refused where an optimizer, a worker or a tied stage has it too.",
+)
 def test_ties_do_not_lose_their_parameter():
     model = nn.Sequential(linear(), linear())
     model[1].weight = model[0].weight
@@ -347,6 +378,10 @@ def fsdp2(layer):
     return dist.fsdp.fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "Layers inside `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard` or `replicate` are refused.",
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("wrap", [ddp, fsdp, fsdp2])
 def test_a_layer_that_waits_for_other_processes_is_refused(wrap):

@@ -42,6 +42,10 @@ def everything(pipe):
     return [each.clone() for each in (*pipe.state_dict().values(), *states)]
 
 
+@pytest.mark.promise(
+    "A step that fails",
+    "With `undo_updates`, a step that fails after some stages were updated leaves weights and optimizers as they were.",
+)
 @pytest.mark.parametrize("undo_updates", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("steps", [0, 1])

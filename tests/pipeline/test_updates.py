@@ -193,6 +193,10 @@ async def test_a_step_sets_the_learning_rate_and_tells_the_norms(workload):
         assert (await pipe.step(workload.x, workload.target)).gradient_norms == {}
 
 
+@pytest.mark.promise(
+    "Killed and resumed",
+    "Optimizer states can be loaded with other stages, devices and workers: parameters are matched by name.",
+)
 async def test_what_optimizers_remember_goes_to_other_stages(workload):
     ends = []
     for devices in (["cpu:0", "cpu:1"], ["cpu:0"]):
@@ -216,6 +220,9 @@ async def test_what_optimizers_remember_goes_to_other_stages(workload):
         assert (value - ends[1][name]).abs().max() < 1e-10
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "States of optimizers whose names or shapes do not fit are refused, and nothing is changed."
+)
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 async def test_states_of_optimizers_that_do_not_fit_are_refused_and_those_of_a_plain_optimizer_are_split(
     workload, workers

@@ -75,6 +75,9 @@ def loss_of(value, target):
     return mse(hidden, target.inner.hidden) + mse(residual, target.residual)
 
 
+@pytest.mark.promise(
+    "Right results", "Tensors in containers and dataclasses travel between stages with their gradients."
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("face", ["step", "call"])
@@ -99,6 +102,9 @@ def test_gradients_through_dataclasses(mode, kind, face):
     assert_close([parameter.grad for parameter in model.parameters()], wanted)
 
 
+@pytest.mark.promise(
+    "Right results", "Tensors in containers and dataclasses travel between stages with their gradients."
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_inputs_in_a_dataclass(mode):
     made = []
@@ -128,6 +134,7 @@ class Opaque(nn.Module):
         return self.value_of(self.linear(getattr(value, "x", value)))
 
 
+@pytest.mark.promise("Refused, not wrong", "An object that hides tensors is refused by the name of its class.")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_opaque_object_between_stages_is_refused(mode):
     """At the first forward: gradients would be wrong in some modes, and missing in others."""
@@ -138,6 +145,7 @@ def test_an_opaque_object_between_stages_is_refused(mode):
     assert "a value of the class types.SimpleNamespace holds tensors that a pipeline cannot see" in str(raised.value)
 
 
+@pytest.mark.promise("Refused, not wrong", "An object that hides tensors is refused by the name of its class.")
 @pytest.mark.parametrize("place", ["input", "target"])
 def test_an_opaque_object_of_the_caller_is_refused_before_anything_runs(place):
     calls = []
@@ -154,6 +162,7 @@ def test_an_opaque_object_of_the_caller_is_refused_before_anything_runs(place):
     assert not calls
 
 
+@pytest.mark.promise("Right results", "Objects without tensors pass from stage to stage as they are.")
 def test_an_object_without_tensors_passes_as_it_is():
     """Also one that a stage asks whether it is recomputed."""
     seen, note = [], SimpleNamespace(name="note", sizes=[1, 2])
@@ -189,6 +198,9 @@ class Margin(nn.Module):
         return nn.functional.soft_margin_loss(*value, reduction="none")
 
 
+@pytest.mark.promise(
+    "Right results", "A constant that passes through a recomputed stage does not begin to need a gradient."
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_constant_that_passes_through_a_stage_needs_no_gradient_behind_it(mode):
     """torch has no gradient for these labels, and refuses labels that require one."""

@@ -370,6 +370,9 @@ def fed(step, folder=None, samples=13):
     return torch.randint(11, (samples, 5)), torch.full((samples,), step % 11)
 
 
+@pytest.mark.promise(
+    "Bit-identical results", "A feed in the workers is bit-identical to the same mini-batches from the caller."
+)
 @pytest.mark.parametrize("overlap", [False, True])
 async def test_a_feed_makes_in_the_workers_what_a_caller_would_give(pool, tmp_path, overlap):
     feed = Feed(f"{__name__}:fed", {"folder": tmp_path}, seed=3)
@@ -402,6 +405,9 @@ async def test_a_feed_makes_in_the_workers_what_a_caller_would_give(pool, tmp_pa
     assert all(callers[step] == workers for step in range(7, 11))
 
 
+@pytest.mark.promise(
+    "A step that fails", "The step after one that failed or was cancelled gets the same mini-batch from its feed."
+)
 async def test_a_feed_that_fails_leaves_its_step_to_be_made_again(pool, tmp_path):
     options = {"microbatches": 4, "balance": [4, 4], "loss_fn": nn.functional.cross_entropy}
     sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
@@ -530,6 +536,10 @@ def _unreadable(controller):
     return Unreadable()
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "A schedule that changes during a step is followed from the next step on; one that a worker refuses, by nobody.",
+)
 async def test_a_schedule_that_changes_during_a_step_is_followed_later_and_a_refused_one_by_nobody(pool):
     batches = [Batch(torch.randn(12, 6).double(), torch.randn(12, 6).double()) for _ in range(6)]
     sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}

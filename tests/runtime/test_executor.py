@@ -153,6 +153,9 @@ def test_a_hung_task_that_cannot_be_reported_still_loses_its_device(step):
     threads[0].join(30)
 
 
+@pytest.mark.promise(
+    "Everything ends", "While a stage is compiled no other task runs, and that time is not counted as time of tasks."
+)
 def test_what_holds_a_task_up_is_no_part_of_its_time(executor, step, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("asyncpipe.runtime.device_thread.time.perf_counter", lambda: now[0])

@@ -93,6 +93,9 @@ def draws(seed):
     return draw, [draw.choice(GRAPHS) for _ in range(4)]
 
 
+@pytest.mark.promise(
+    "Bit-identical results", "A device starts a step only when it has finished the tasks of the previous step."
+)
 @pytest.mark.parametrize("seed", range(5))
 async def test_every_device_goes_through_the_steps_in_order(driver, seed):
     _, graphs = draws(seed)

@@ -112,6 +112,9 @@ async def test_the_journal_is_in_the_order_of_time(driver, monkeypatch):
 # At every task
 
 
+@pytest.mark.promise(
+    "A step that fails", "After a fault or a cancellation in any task, the next step on the same devices runs."
+)
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 async def test_a_fault_at_every_task(driver, error):
     for faulty in EVERY_TASK:
@@ -130,6 +133,9 @@ async def test_a_fault_at_every_task(driver, error):
         await (await driver.run(GRAPH, bind_nothing)).completed()
 
 
+@pytest.mark.promise(
+    "A step that fails", "After a fault or a cancellation in any task, the next step on the same devices runs."
+)
 async def test_a_cancellation_during_every_task(driver, monkeypatch):
     """A task that another device had begun may come so far only now; but none begins."""
     cancelled = when_handled(driver, monkeypatch, StepCancelled)
@@ -239,6 +245,7 @@ async def test_closing_during_a_step_cancels_it(no_leaks, by_program):
 # Hung tasks
 
 
+@pytest.mark.promise("Everything ends", "A hung task is found, whichever task it is, and its device can be used again.")
 @pytest.mark.parametrize("place", EVERY_TASK)
 async def test_a_hung_task_is_found_and_its_device_goes_on(driver, place):
     begun, let_go, threads = threading.Event(), threading.Event(), []

@@ -250,6 +250,9 @@ async def fill(service: TrainingService, ballast: Ballast | FullStore) -> None:
         ballast.load()
 
 
+@pytest.mark.promise(
+    "The service", "On a full disk a service starts, answers, and keeps pauses and cancellations until there is room."
+)
 async def test_pause_and_cancel_work_while_the_store_has_no_room_and_are_saved_when_it_has(full):
     folder, ballast = full
     Gate.opened.clear()
@@ -276,6 +279,9 @@ async def test_pause_and_cancel_work_while_the_store_has_no_room_and_are_saved_w
         assert [event.data["to"] async for event in opened.follow(queued[2]) if event.kind == "state"][-1] == "finished"
 
 
+@pytest.mark.promise(
+    "The service", "On a full disk a service starts, answers, and keeps pauses and cancellations until there is room."
+)
 async def test_a_service_starts_on_a_full_disk_shows_its_jobs_and_goes_on_when_there_is_room(full):
     folder, ballast = full
     document = check_submission(job(2), make_settings(folder), Entries({ENTRY: wide}))

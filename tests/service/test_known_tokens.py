@@ -59,6 +59,9 @@ def test_a_token_of_a_former_version_is_one_of_a_user_of_its_name(tmp_path: Path
     assert [(each.user, each.teams) for each in read_tokens(tmp_path) or ()] == [("ci", ()), ("ci", ("nlp",))]
 
 
+@pytest.mark.promise(
+    "Security", "A revoked token is refused from the next request on; the service stores only hashes of tokens."
+)
 def test_the_file_has_no_token(tmp_path: Path) -> None:
     secret, record = create_token(tmp_path, "ci", TokenRole.SUBMIT)
     assert len(secret) > 40
@@ -84,6 +87,9 @@ def test_a_name_is_given_once_until_it_is_revoked(tmp_path: Path) -> None:
     assert [token.role for token in read_tokens(store) or ()] == ["operate"]
 
 
+@pytest.mark.promise(
+    "Security", "A revoked token is refused from the next request on; the service stores only hashes of tokens."
+)
 def test_a_service_that_runs_knows_at_once(tmp_path: Path) -> None:
     store = tmp_path
     tokens = known(store)
@@ -119,6 +125,9 @@ def test_the_token_of_the_settings_needs_no_file(tmp_path: Path) -> None:
     assert tokens.holder(b"another") is None
 
 
+@pytest.mark.promise(
+    "Security", "A revoked token is refused from the next request on; the service stores only hashes of tokens."
+)
 @pytest.mark.parametrize("content", ["", "{", "[{}]", '[{"name": "ci", "role": "all"}]', "3"])
 def test_tokens_that_cannot_be_read_let_nobody_in(tmp_path: Path, content: str) -> None:
     secret, _ = create_token(tmp_path, "ci", TokenRole.READ)

@@ -29,6 +29,10 @@ KILLS = int(os.environ.get("ASYNCPIPE_KILLS", "2"))
 SEED = int(os.environ.get("ASYNCPIPE_KILL_SEED", "6"))
 
 
+@pytest.mark.promise(
+    "Killed and resumed",
+    "A service that is killed at any moment resumes its jobs, and they end with bit-identical results.",
+)
 @pytest.mark.timeout(120 + 30 * KILLS)
 def test_the_service_goes_on_by_itself_and_what_it_trains_is_the_same_to_the_last_bit(tmp_path, capsys):
     done = kill_again_and_again(tmp_path, KILLS, SEED)

@@ -154,6 +154,10 @@ async def test_a_curve_is_the_same_to_the_last_bit_whatever_interrupts_it(tmp_pa
         assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A job with replicas has the figures, weights and states of one pipeline, also in a service beside other jobs.",
+)
 async def test_a_job_with_replicas_has_the_curve_of_one_pipeline_also_beside_others(tmp_path):
     one = await alone(tmp_path / "one", pipeline={"devices": ["cpu:0"], "microbatches": 4})
     rows = {"devices": [["cpu:0"], ["cpu:1"]], "microbatches": 2}
@@ -168,6 +172,10 @@ async def test_a_job_with_replicas_has_the_curve_of_one_pipeline_also_beside_oth
     assert many == [pytest.approx(row, rel=1e-10) for row in one]
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A job with `overlap = true` is bit-identical to one without, also after a resume and beside other jobs.",
+)
 async def test_a_job_whose_steps_may_overlap_has_the_curve_of_steps_one_by_one(tmp_path):
     async def train(folder: Path, *, overlap: bool) -> object:
         training = {"steps": STEPS, "batch_size": 4, "learning_rate": 0.05, "seed": 1, "overlap": overlap}

@@ -263,6 +263,9 @@ WRONG = [
 ]
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "Rows of devices of different lengths, and buffers that replicas cannot share, are refused."
+)
 @pytest.mark.parametrize(("right", "wrong", "key", "parts"), WRONG, ids=[f"{w[2]}: {w[1]}" for w in WRONG])
 def test_a_wrong_file_ends_the_command_with_the_key_and_what_is_allowed(
     write, monkeypatch, capsys, right, wrong, key, parts

@@ -102,6 +102,10 @@ async def undisturbed(folder: Path, make: Callable[[], Workload], **options: Any
     return summary.snapshot
 
 
+@pytest.mark.promise(
+    "A lost worker",
+    "A run that loses workers and continues, with others or with replacements, ends with bit-identical results.",
+)
 async def test_a_run_is_split_anew_and_takes_in_what_comes_back(tmp_path, hosts, pool):
     chain, is_back = make_chain(tied=False), threading.Event()
 
@@ -136,6 +140,9 @@ async def test_a_run_is_split_anew_and_takes_in_what_comes_back(tmp_path, hosts,
     assert_same_end(await undisturbed(tmp_path / "alone", chain, steps=10), summary.snapshot)
 
 
+@pytest.mark.promise(
+    "A lost worker", "The model is split again only if results stay bit-identical; otherwise whole stages move."
+)
 async def test_where_a_split_could_change_a_bit_stages_are_moved(tmp_path, hosts, pool):
     def strike() -> None:
         hosts.off.add("cpu:1")
@@ -223,6 +230,7 @@ def replicated_job(folder: Path, *, every: int = 99, **pipeline: Any) -> Job:
     return make_job(folder, pipeline=ROWS | pipeline, training=TRAINING, snapshots=snapshots, faults=faults)
 
 
+@pytest.mark.promise("A lost worker", 'With `lost_host = "shrink"`, the loss of the worker of a replica costs no step.')
 @pytest.mark.parametrize("lost", ["cpu:1", "cpu:2"])
 async def test_the_loss_of_a_replica_costs_no_step(tmp_path, hosts, pool, lost):
     """No snapshot was taken before. The lost worker is started again, so sums have their order: every bit is right."""
@@ -237,6 +245,9 @@ async def test_the_loss_of_a_replica_costs_no_step(tmp_path, hosts, pool, lost):
     assert_same_end(alone.snapshot, summary.snapshot)
 
 
+@pytest.mark.promise(
+    "A lost worker", "Without a replica whose worker cannot be started, the others take its micro-batches."
+)
 async def test_without_a_replica_the_others_take_its_micro_batches(tmp_path, hosts, pool):
     make = make_chain(tied=False)
 

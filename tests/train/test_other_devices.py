@@ -87,6 +87,9 @@ class _Up(nn.Linear):
 LINEAR = [nn.Linear(3, 3) for _ in range(6)]
 
 
+@pytest.mark.promise(
+    "A lost worker", "The model is split again only if results stay bit-identical; otherwise whole stages move."
+)
 @pytest.mark.parametrize(
     ("model", "options", "draws", "reason"),
     [

@@ -83,6 +83,10 @@ async def one_by_one(folder: Path, make: Callable[[], Workload] = plain, **pipel
     return summary.snapshot, told
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A job with `overlap = true` is bit-identical to one without, also after a resume and beside other jobs.",
+)
 @pytest.mark.parametrize(
     ("kind", "every", "schedule"),
     [*((kind, 99, "1f1b") for kind in LOADED), ("plain", 2, "gpipe"), ("with a state of its own", 2, "zb-h2")],
@@ -103,6 +107,10 @@ async def test_the_bits_of_steps_one_by_one(tmp_path, behind, kind, every, sched
     assert_same_end(summary.snapshot, whole)
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A job with `overlap = true` is bit-identical to one without, also after a resume and beside other jobs.",
+)
 @pytest.mark.parametrize("then", [True, False], ids=["overlap", "one by one"])
 @pytest.mark.parametrize("first", [True, False], ids=["overlap", "one by one"])
 async def test_a_run_goes_on_from_a_snapshot_in_either_way(tmp_path, first, then):
@@ -163,6 +171,7 @@ async def test_another_schedule_waits_for_the_steps_that_have_begun(tmp_path):
 # What ends a run
 
 
+@pytest.mark.promise("Killed and resumed", "No snapshot is taken after a loss or gradients that are not finite.")
 async def test_a_loss_that_is_not_finite_ends_the_run_and_is_in_no_snapshot(tmp_path):
     _, whole = await one_by_one(tmp_path / "one")
     told = Told()

@@ -73,6 +73,10 @@ async def trained(job: Job, make: Callable[[], Workload] = whole) -> tuple[Figur
     return told, clean_state(summary.snapshot)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A job with replicas has the figures, weights and states of one pipeline, also in a service beside other jobs.",
+)
 @pytest.mark.parametrize(
     ("rows", "tables"),
     [
@@ -98,6 +102,10 @@ async def test_gradients_travel_in_bfloat16_if_a_job_says_so(tmp_path):
     assert rounded.figures == pytest.approx(exact.figures, rel=0.02)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A job with replicas has the figures, weights and states of one pipeline, also in a service beside other jobs.",
+)
 async def test_an_update_is_skipped_in_all_replicas(tmp_path):
     skip = {"faults": {"non_finite": "skip"}}
 
@@ -110,6 +118,9 @@ async def test_an_update_is_skipped_in_all_replicas(tmp_path):
     torch.testing.assert_close(others["model"], states["model"], rtol=0, atol=1e-10)
 
 
+@pytest.mark.promise(
+    "Bit-identical results", "Replicas on threads and in workers are bit-identical, whether steps overlap or not."
+)
 @pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_threads_and_processes_have_the_same_bits(tmp_path):
@@ -215,6 +226,7 @@ class StopsAt(Figures):
             self.orders.stop()
 
 
+@pytest.mark.promise("Killed and resumed", "A snapshot of any number of replicas resumes on any other number.")
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 async def test_a_run_goes_on_with_other_replicas(tmp_path, shard_optimizer):
     """1, 2, 4 and 1 of them, on threads and in workers, over four snapshots."""

@@ -84,6 +84,7 @@ async def run(
     return await TrainingRun(job, make, progress=told or Told(), pool=pool).run()
 
 
+@pytest.mark.promise("Bit-identical results", "A job in workers has the figures and states of one on threads.")
 @pytest.mark.parametrize("tied", [False, True], ids=["overlapping", "one by one"])
 async def test_a_run_has_the_figures_and_the_states_of_one_on_threads(tmp_path, pool, tied):
     ends = []
@@ -101,6 +102,10 @@ async def test_a_run_has_the_figures_and_the_states_of_one_on_threads(tmp_path, 
     ]
 
 
+@pytest.mark.promise(
+    "Killed and resumed",
+    "A snapshot of workers or of threads resumes on either, with any number of workers and stages.",
+)
 @pytest.mark.parametrize("first", ["threads", "workers"])
 async def test_a_run_goes_on_anywhere(tmp_path, pool, first):
     await run(job_of(tmp_path / "first", every=3), pool if first == "workers" else None)
@@ -144,6 +149,7 @@ def fed_batch(step: int, batch_size: int = 8) -> Batch:
     return x, x.flip(1)
 
 
+@pytest.mark.promise("Killed and resumed", "A job with a feed resumes at its step.")
 async def test_a_run_with_a_feed_goes_on_at_its_step(tmp_path, pool):
     """The workers make the mini-batches, whose numbers are those of the steps."""
     feed, told, again = Feed(fed_batch), Figures(), Figures()
@@ -172,6 +178,10 @@ async def test_a_run_with_a_feed_goes_on_at_its_step(tmp_path, pool):
         await run(job_of(tmp_path / "wrong"), pool, lambda: wrong)
 
 
+@pytest.mark.promise(
+    "Killed and resumed",
+    "A worker that is lost while it writes a snapshot leaves the former snapshot whole and nothing of the new one.",
+)
 async def test_a_worker_that_is_lost_while_it_writes_leaves_nothing_of_that_snapshot(tmp_path, pool, monkeypatch):
     write, left = RemoteStages.write_copies, [1]
 
@@ -193,6 +203,7 @@ async def test_a_worker_that_is_lost_while_it_writes_leaves_nothing_of_that_snap
     assert_same_end(whole_run.snapshot, summary.snapshot)
 
 
+@pytest.mark.promise("Bit-identical results", "A job in workers has the figures and states of one on threads.")
 async def test_the_example_trains_to_the_same_states_in_workers_of_its_own(tmp_path):
     """Its module is next to the job file, where only the run knows that workers must look."""
     file = load_job(Path(__file__).parents[2] / "examples" / "charlm" / "charlm.toml")

@@ -91,6 +91,10 @@ async def run(path: Path) -> TrainingSummary:
     return await TrainingRun(job, find_entry(job)).run()
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "Interrupted or not, on threads or in a worker: a job with a model of transformers has bit-identical weights.",
+)
 async def test_a_job_trains_and_writes_what_from_pretrained_reads():
     summary = await run(job_file("alone"))
     assert (summary.steps, summary.finished) == (4, Path("alone"))
@@ -105,6 +109,7 @@ async def test_a_job_trains_and_writes_what_from_pretrained_reads():
         assert torch.equal(value, weights("workers")[name]), name
 
 
+@pytest.mark.promise("Right results", "The held-out loss of padded lines is the mean over all their real tokens.")
 @pytest.mark.parametrize("parameters", ["", "pack = true"], ids=["padded", "packed"])
 async def test_the_held_out_loss_of_lines_is_that_of_all_their_tokens(parameters):
     summary = await run(job_file("lines", data="lines.jsonl", parameters=parameters))

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.promise("A lost worker", "However a worker crashes, its job continues with bit-identical results.")
 async def test_a_job_goes_on_bit_equal_after_a_strike_and_nothing_is_left(tmp_path):
     torch.manual_seed(0)
     preloaded.start()

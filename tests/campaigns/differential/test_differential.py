@@ -35,6 +35,7 @@ SIMPLE = Case(
 )
 
 
+@pytest.mark.promise("Refused, not wrong", "Random models have the results of the unsplit model, or are refused.")
 @pytest.mark.timeout(240)
 def test_random_models_are_right_or_refused():
     report = in_short(CAMPAIGN, seed=7, cases=14)

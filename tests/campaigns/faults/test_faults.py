@@ -9,6 +9,10 @@ from tests.campaigns.faults.campaign import CAMPAIGN, Case, run_case
 from tests.campaigns.harness import in_short
 
 
+@pytest.mark.promise(
+    "A step that fails",
+    "A step that fails at a random task leaves the gradients as they were, and the next step is right.",
+)
 def test_steps_after_random_faults_are_right(no_leaks):
     report = in_short(CAMPAIGN, seed=7, cases=24, here=True)
     counts = report.counts["outcome"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from asyncpipe.secured import Macs
 from tests.campaigns.frames.campaign import CAMPAIGN
 from tests.campaigns.harness import in_short
 
 
+@pytest.mark.promise(
+    "Security", "Over TCP, nothing of a message that was changed, inserted, repeated or swapped on the path is used."
+)
 def test_nothing_of_a_changed_frame_is_used(no_leaks):
     report = in_short(CAMPAIGN, seed=7, cases=200, here=True)
     assert not report.findings, report

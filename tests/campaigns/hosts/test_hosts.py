@@ -13,6 +13,10 @@ from tests.campaigns.hosts.campaign import HOSTS, Round, Rounds
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_temporary_files")]
 
 
+@pytest.mark.promise(
+    "A lost worker",
+    "A run that loses workers and continues, with others or with replacements, ends with bit-identical results.",
+)
 async def test_a_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_in_again(tmp_path):
     run = Run(Campaign("hosts in short", print), lambda _: None)
     await Rounds(run, [Round("cut", "cpu:1", "B", 1)], tmp_path, hosts=HOSTS[:3], latest=60.0).run()

@@ -85,6 +85,7 @@ class Processes:
         return sum(end - begin for begin, end in self.spans[name] if begin >= since)
 
 
+@pytest.mark.promise("The service", "Jobs that share a device have it one at a time, and device time by their weights.")
 @pytest.mark.parametrize("order", ["strict", "hint"])
 def test_weights_divide_device_time_and_nobody_has_a_device_with_another(order):
     both = Processes(order, light=Share("light"), heavy=Share("heavy", weight=3.0))

@@ -145,6 +145,10 @@ def snapshot(state: SchedulerState) -> Any:
     return {name: plain(value) for name, value in vars(state).items() if not callable(value)}
 
 
+@pytest.mark.promise(
+    "Everything ends",
+    "The controller rejects every event that its state does not allow, and its state does not change.",
+)
 @pytest.mark.parametrize(("before", "event", "message"), ILLEGAL.values(), ids=ILLEGAL.keys())
 def test_an_illegal_event_changes_nothing(before: list[Event], event: Event, message: str) -> None:
     state = begun(*before)

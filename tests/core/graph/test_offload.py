@@ -34,6 +34,9 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
     return lower(find_schedule(name), shape, checkpoint=mode, offload=fractions)
 
 
+@pytest.mark.promise(
+    "Memory", "A device waits for an offload if it needs the memory, and for a load before it reads the tensor."
+)
 @given(graphs(), st.integers(0, 99))
 def test_each_offload_is_before_its_load_and_that_before_its_backward(graph: TaskGraph, seed: int) -> None:
     found = report(simulate(graph, Jitter(Costs(copy=0.1), 0.5, seed)))
@@ -90,6 +93,7 @@ def test_those_that_wait_longest_are_offloaded() -> None:
         assert all(len(offloaded(whole, [k / m])) == (k if m > LEAST_WAIT else 0) for k in range(m + 1))
 
 
+@pytest.mark.promise("Refused, not wrong", "Offload with a schedule that chooses tasks while the step runs is refused.")
 def test_only_steps_with_an_order_offload() -> None:
     shape = Shape(2, 8, 2)
     for phase in (Phase.FORWARD, Phase.BACKWARD):

@@ -76,6 +76,7 @@ def test_a_skip_is_one_copy_to_its_user_and_one_back(name: str, checkpoint: str)
 U_SHAPED = ((0, 1), (0, 3), (1, 2), (1, 3), (2, 3))
 
 
+@pytest.mark.promise("Everything ends", "A copy between devices does not wait for a copy that is needed later.")
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 def test_copies_of_a_lane_arrive_in_the_order_in_which_they_are_needed(name: str) -> None:
     graph = graph_of(name, Shape(4, 6, 4), links=U_SHAPED)
@@ -92,6 +93,7 @@ def test_copies_of_a_lane_arrive_in_the_order_in_which_they_are_needed(name: str
             assert (task.number in ordered) == (source != previous), task
 
 
+@pytest.mark.promise("Everything ends", "A copy between devices does not wait for a copy that is needed later.")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_skips_that_a_host_issues_far_ahead_do_not_block_copies_that_are_needed_before(name: str, seed: int) -> None:

@@ -256,6 +256,7 @@ def test_what_is_left_out_early_is_not_the_best(monkeypatch):
     assert quick[0] == thorough[0]
 
 
+@pytest.mark.promise("Memory", "The planner offloads only what does not fit, and recomputes where that is faster.")
 def test_what_does_not_fit_offloads_as_little_as_fits() -> None:
     profile = profile_of([1.0] * 4, measured=(8,), sizes=[10 * SIZE] * 4)
     whole = never(profile, 2, schedules=["gpipe"], balances=lambda _: [(2, 2)])[0]
@@ -275,6 +276,7 @@ def test_what_does_not_fit_offloads_as_little_as_fits() -> None:
     assert not never(profile, 2, schedules=["gpipe"], memory_limit=limit * 2, offload=True)[0].offload
 
 
+@pytest.mark.promise("Memory", "The planner offloads only what does not fit, and recomputes where that is faster.")
 @pytest.mark.parametrize(("seconds", "offloads"), [(0.05, True), (50.0, False)])
 def test_offload_is_held_against_recomputation_by_time(seconds: float, offloads: bool) -> None:
     profile = profile_of([1.0] * 4, measured=(8,), sizes=[10 * SIZE] * 4)

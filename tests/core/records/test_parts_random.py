@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
@@ -411,6 +412,10 @@ worlds = st.randoms(use_true_random=True)
 """Seeds: to draw each choice from Hypothesis would take most of the time."""
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "Dispatching a step as whole programs makes the same state transitions as dispatching each task.",
+)
 @settings(max_examples=70)
 @given(worlds)
 def test_parts_run_together_as_the_whole_graph_does(draw: random.Random) -> None:

@@ -153,6 +153,9 @@ def test_busy_and_idle_of_a_device_add_up_to_the_step(
         assert working + waiting == pytest.approx(result.seconds)
 
 
+@pytest.mark.promise(
+    "Reported, not silent", "Time in which another job had the device is not counted as a delay of the scheduler."
+)
 @pytest.mark.parametrize("copy", [0.0, 0.002])
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])

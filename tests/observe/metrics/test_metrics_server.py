@@ -49,6 +49,7 @@ def test_a_port_in_use_is_named_and_a_closed_server_frees_it(registry: Collector
     serve_metrics(registry, server.port).close()
 
 
+@pytest.mark.promise("Security", "With a client authority, only scrapers with its certificate read the metrics.")
 def test_only_scrapers_with_a_certificate_of_the_authority_are_answered(
     registry: CollectorRegistry, pair: tuple[Path, Path]
 ) -> None:

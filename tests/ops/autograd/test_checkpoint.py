@@ -54,6 +54,10 @@ def assert_bit_equal(left: list[Tensor], right: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A recomputation sees the input, buffers, draws and autocast of its forward: gradients are bit-identical.",
+)
 @pytest.mark.parametrize("early", [False, True], ids=["in the backward", "early"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("no_leaks")
@@ -152,6 +156,7 @@ def test_an_input_overwritten_in_place_is_refused() -> None:
         checkpoint(lambda tensors: [tensors[0].mul_(2)], [torch.ones(2)])
 
 
+@pytest.mark.promise("Refused, not wrong", "An input that is overwritten before its recomputation is refused.")
 def test_an_input_overwritten_before_the_recomputation_is_refused() -> None:
     """The saved input is the caller's tensor: recomputing from another value would give a wrong gradient."""
     x = torch.ones(2)
@@ -162,6 +167,7 @@ def test_an_input_overwritten_before_the_recomputation_is_refused() -> None:
         y.sum().backward()
 
 
+@pytest.mark.promise("Memory", "Until its recomputation, a forward keeps its input and no activation.")
 @pytest.mark.usefixtures("no_leaks")
 def test_activations_are_gone_after_the_forward_and_after_the_backward() -> None:
     activations: list[weakref.ref[Tensor]] = []

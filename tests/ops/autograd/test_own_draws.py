@@ -116,6 +116,10 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A recomputation draws the random numbers of its forward, for every operator of torch that draws.",
+)
 @pytest.mark.usefixtures("_as_in_a_pool")
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
 def test_draws_are_those_of_a_default_generator_in_that_state(draw: Callable[[], Tensor]) -> None:
@@ -138,6 +142,10 @@ def test_a_generator_that_is_given_is_used() -> None:
     assert torch.equal(found[1], torch.binomial(ONES * 9, ONES / 2, wanted))
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "A recomputation draws the random numbers of its forward, for every operator of torch that draws.",
+)
 def test_every_operator_that_torch_tags_as_drawing_has_its_kernel() -> None:
     """Or consists of others that have, or is not for CPUs."""
     with Generator():
@@ -166,6 +174,10 @@ def test_every_operator_that_torch_tags_as_drawing_has_its_kernel() -> None:
     ]
 
 
+@pytest.mark.promise(
+    "Your own program",
+    "Random numbers inside a `__torch_dispatch__` come from torch, and a recomputation does not replay them.",
+)
 def test_draws_in_a_dispatch_are_torchs() -> None:
     """A limit: torch switches the thread's keys off while it calls ``__torch_dispatch__``."""
 
@@ -187,6 +199,7 @@ def test_draws_in_a_dispatch_are_torchs() -> None:
 # Scope
 
 
+@pytest.mark.promise("Your own program", "When all pools are closed, no function or object of torch is replaced.")
 def test_nothing_of_torch_stays_replaced() -> None:
     for _ in range(2):
         with asyncpipe.Pipeline([nn.Linear(1, 1)], ["cpu"], microbatches=1, loss_fn=torch.sum).sync(), Generator():
@@ -220,6 +233,9 @@ def rounds(draw: Callable[[], Tensor], seed: int, count: int, meet: Callable[[],
     return results
 
 
+@pytest.mark.promise(
+    "Your own program", "A step draws one number from torch's default generator; other threads may draw meanwhile."
+)
 @pytest.mark.parametrize("draw", CONCURRENT.values(), ids=CONCURRENT.keys())
 def test_threads_that_draw_at_the_same_time_do_not_disturb_each_other(draw: Callable[[], Tensor]) -> None:
     expected = [rounds(draw, seed, 20) for seed in (1, 2)]

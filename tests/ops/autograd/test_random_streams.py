@@ -88,6 +88,10 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device, torc
 Devices = dict[torch.device, torch.Generator]
 
 
+@pytest.mark.promise(
+    "Bit-identical results",
+    "Random numbers on an accelerator are equal in every recomputation mode, schedule and placement.",
+)
 def test_tasks_on_one_accelerator_take_turns(devices: Devices) -> None:
     def draw(microbatch: int, barrier: threading.Barrier | None, into: dict[int, list[Tensor]]) -> None:
         for _ in range(20):

@@ -37,6 +37,9 @@ def test_no_two_pipelines_share_a_stream():
         gc.collect()
 
 
+@pytest.mark.promise(
+    "Reported, not silent", "More streams than a device has hardware queues are reported once in the log."
+)
 def test_streams_are_counted_and_more_than_the_hardware_queues_are_told_once(monkeypatch, caplog):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
     four = [AcceleratorStream(DEVICE) for _ in range(4)]

@@ -151,6 +151,7 @@ def test_wrong_arguments(pair: tuple[int, int], options: dict[str, Any], says: s
         sockets[1].close()
 
 
+@pytest.mark.promise("Security", "An edge over TCP without keys is refused.")
 @pytest.mark.parametrize(
     ("macs", "says"), [(Macs(b"", b""), "use connection"), (None, "by TCP without keys for its MACs")]
 )

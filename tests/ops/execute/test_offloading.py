@@ -25,6 +25,9 @@ def there_and_back(kept: KeptActivations) -> int:
     return moved
 
 
+@pytest.mark.promise(
+    "Right results", "Offload keeps tensors that share memory shared, and sees that a saved tensor was overwritten."
+)
 def test_tensors_that_share_memory_share_it_again():
     seen: list[Tensor] = []
 
@@ -69,6 +72,9 @@ def test_parameters_and_small_tensors_stay(monkeypatch):
     assert torch.equal(linear.weight.grad, again.weight.grad)
 
 
+@pytest.mark.promise(
+    "Right results", "Offload keeps tensors that share memory shared, and sees that a saved tensor was overwritten."
+)
 @pytest.mark.parametrize("stays", [False, True])
 def test_what_was_overwritten_is_told_as_autograd_does(stays):
     x = torch.ones(4, requires_grad=True)

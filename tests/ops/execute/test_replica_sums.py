@@ -30,6 +30,7 @@ def test_parts_are_the_whole_bucket_and_large_tensors_are_cut_where_memory_is_al
         assert all(len(run.overlaps) == 1 or len(range(len(part))[run.place]) <= LARGE for run in runs)
 
 
+@pytest.mark.promise("Right results", "An optimizer may write to its gradients: other replicas do not read them.")
 def test_gradients_are_sums_that_an_optimizer_may_write_to():
     parameters = parameters_of(3)
     sums = ReplicaSums(0, parameters, 1 << 30)
@@ -46,6 +47,10 @@ def test_gradients_are_sums_that_an_optimizer_may_write_to():
                 parameter.grad.fill_(0.0)
 
 
+@pytest.mark.promise(
+    "Right results",
+    'With `gradient_dtype="bfloat16"`, gradients of replicas are rounded once and added in the parameter type.',
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.complex64])
 def test_shares_are_rounded_and_added_up_in_the_type_of_the_parameter(dtype):
     """Those of larger floats alone."""

@@ -53,6 +53,7 @@ PLAIN = [
 ]
 
 
+@pytest.mark.promise("Right results", "Containers and plain values arrive in another worker unchanged.")
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_plain_values_arrive_as_they_were(value: Any) -> None:
     found = decode(encode(value))
@@ -68,6 +69,7 @@ def test_no_bit_of_a_number_or_a_text_is_lost(values: tuple[float, int, str, byt
     assert found[1:] == values[1:]
 
 
+@pytest.mark.promise("Right results", "Containers and plain values arrive in another worker unchanged.")
 @pytest.mark.parametrize(
     "value",
     [
@@ -103,6 +105,7 @@ def _local() -> type:
     return Local
 
 
+@pytest.mark.promise("Refused, not wrong", "What workers cannot send each other is refused by the name of its class.")
 @pytest.mark.parametrize(
     ("value", "says"),
     [
@@ -125,6 +128,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.promise("Security", "Nothing that arrives on an edge is unpickled, imported or called.")
 def test_nothing_is_run_or_imported_by_what_is_read(tmp_path: Path) -> None:
     """A pickle, and descriptions that name what is no container, or is not imported."""
     before = set(sys.modules)

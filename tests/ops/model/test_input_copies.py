@@ -9,6 +9,7 @@ from asyncpipe.errors import StageError
 from asyncpipe.ops.model.input_copies import InputCopies
 
 
+@pytest.mark.promise("Right results", "A stage may overwrite its inputs in place: it gets copies.")
 def test_a_stage_that_does_not_write_gets_copies_once():
     inputs, received = InputCopies(always=False), [torch.ones(2)]
     given = inputs.given(received, repeated=True)
@@ -17,6 +18,7 @@ def test_a_stage_that_does_not_write_gets_copies_once():
     assert inputs.given(received, repeated=True) is received
 
 
+@pytest.mark.promise("Refused, not wrong", "Writing into a view whose elements share memory is refused.")
 @pytest.mark.parametrize("always", [True, False])
 def test_writing_into_a_view_whose_elements_share_memory_is_refused(always):
     inputs, received = InputCopies(always=always), [torch.arange(8.0).as_strided((3, 4), (2, 1))]

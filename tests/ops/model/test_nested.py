@@ -73,6 +73,9 @@ VALUES = {
 }
 
 
+@pytest.mark.promise(
+    "Right results", "Tensors in containers and dataclasses travel between stages with their gradients."
+)
 @pytest.mark.parametrize("name", VALUES)
 def test_containers_are_those_of_torch(name: str) -> None:
     value = VALUES[name]
@@ -87,6 +90,9 @@ def test_containers_are_those_of_torch(name: str) -> None:
     assert repr(made) == repr(tree_unflatten(theirs, spec))
 
 
+@pytest.mark.promise(
+    "Right results", "Tensors in containers and dataclasses travel between stages with their gradients."
+)
 @pytest.mark.parametrize(
     ("value", "where"),
     [
@@ -127,6 +133,7 @@ class OfDictionary(Dictionary):
     field: Any
 
 
+@pytest.mark.promise("Refused, not wrong", "An object that hides tensors is refused by the name of its class.")
 @pytest.mark.parametrize(
     "value",
     [
@@ -154,6 +161,7 @@ def test_an_object_that_holds_tensors_is_refused(value: Any) -> None:
     assert flatten(value, wraps=(type(value),)) == ([value], None)
 
 
+@pytest.mark.promise("Right results", "Objects without tensors pass from stage to stage as they are.")
 def test_what_holds_no_tensor_is_a_leaf() -> None:
     cyclic = SimpleNamespace(name="a", sizes=[1, 2], kinds={int}, f=len)
     cyclic.me = cyclic

@@ -32,6 +32,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.promise("Refused, not wrong", "A recomputation that differs only by rounding is accepted.")
 @pytest.mark.parametrize(("first", "again"), EQUAL.values(), ids=EQUAL)
 def test_the_same_but_for_rounding(first, again):
     compare(traced(first), traced(again))
@@ -47,6 +48,7 @@ OTHER = {
 }
 
 
+@pytest.mark.promise("Refused, not wrong", "A recomputation whose results differ from those of its forward is refused.")
 @pytest.mark.parametrize(("first", "factor"), OTHER.values(), ids=OTHER)
 def test_other_values(first, factor):
     again = (first.float() * factor).to(first.dtype) if first.itemsize == 1 else first * factor

@@ -111,6 +111,7 @@ class Vectorized(nn.Module):
         return result
 
 
+@pytest.mark.promise("Refused, not wrong", "Models that cannot be traced are refused.")
 @pytest.mark.parametrize(
     ("model", "arguments", "told"),
     [
@@ -179,6 +180,10 @@ def test_arguments_that_do_not_fit_the_trace(arguments: Arguments, told: str, pi
     picky.caller_values(Arguments.of(kind="sum", batch={"ids": IDS.repeat(2, 1)}, factor=2, mask=None))
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A trace takes any number of samples; sizes for which it is not valid are refused with the broken condition.",
+)
 def test_images_keep_their_sides_unless_all_sizes_may_differ() -> None:
     model, bigger = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()), Arguments.of(torch.randn(3, 2, 7, 6))
     staged = trace(model, Arguments.of(torch.randn(2, 2, 6, 6)), 2)
@@ -188,6 +193,10 @@ def test_images_keep_their_sides_unless_all_sizes_may_differ() -> None:
     trace(model, Arguments.of(torch.randn(2, 2, 6, 6)), 2, dynamic="all").caller_values(bigger)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A trace takes any number of samples; sizes for which it is not valid are refused with the broken condition.",
+)
 def test_with_a_batch_only_the_number_of_samples_may_differ() -> None:
     staged = trace(
         nn.Sequential(nn.Tanh(), nn.ReLU()), Arguments.of(torch.randn(5, 2)), 2, dynamic="batch", batch_dim=1
@@ -207,6 +216,10 @@ HOOKS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A trace refuses hooks of modules; a hook that is registered after the trace is refused at the next step.",
+)
 @pytest.mark.parametrize(("register", "kind"), HOOKS.values(), ids=HOOKS.keys())
 def test_hooks_of_modules_are_refused(register: Callable[[nn.Module], Any], kind: str) -> None:
     model = Chain()
@@ -215,6 +228,7 @@ def test_hooks_of_modules_are_refused(register: Callable[[nn.Module], Any], kind
         trace(model, Arguments.of(torch.randn(2, 4)), ["second"])
 
 
+@pytest.mark.promise("Right results", "A trace contains the effect of torch's own hooks.")
 @pytest.mark.filterwarnings("ignore:The tensor attribute self.model.second.weight was assigned")
 def test_hooks_of_torch_are_traced(check: Check) -> None:
     model = Chain()
@@ -223,6 +237,10 @@ def test_hooks_of_torch_are_traced(check: Check) -> None:
     check(model, staged, Arguments.of(torch.randn(2, 4)))
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A trace refuses hooks of modules; a hook that is registered after the trace is refused at the next step.",
+)
 def test_a_hook_that_is_registered_later_is_refused() -> None:
     model = Chain()
     staged = trace(model, Arguments.of(torch.randn(2, 4)), ["second"])
@@ -235,6 +253,10 @@ def test_a_hook_that_is_registered_later_is_refused() -> None:
     staged.caller_values(arguments)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A trace refuses hooks of modules; a hook that is registered after the trace is refused at the next step.",
+)
 def test_hooks_of_all_modules_are_refused() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
@@ -252,6 +274,10 @@ DRAWS: dict[str, tuple[Callable[[Any], float], str]] = {
 }
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A model whose forward draws from `random` or numpy is not traced: the trace would freeze the numbers.",
+)
 @pytest.mark.parametrize(("draw", "told"), DRAWS.values(), ids=DRAWS.keys())
 def test_draws_of_python_are_refused(draw: Callable[[Any], float], told: str) -> None:
     class Draws(Chain):
@@ -267,6 +293,7 @@ def test_draws_of_python_are_refused(draw: Callable[[Any], float], told: str) ->
         trace(Draws(), Arguments.of(torch.randn(2, 4)), 2)
 
 
+@pytest.mark.promise("Refused, not wrong", "A trace refuses hooks of tensors.")
 def test_hooks_of_tensors_are_refused() -> None:
     class Hooked(Chain):
         def forward(self, x: Tensor) -> Tensor:

@@ -50,6 +50,10 @@ async def test_a_worker_is_a_fresh_interpreter_where_the_environment_has_changed
         assert (await first.ask(("facts",)))["parent"] != os.getpid()
 
 
+@pytest.mark.promise(
+    "Everything ends",
+    "If the process that forks workers stops or dies, workers continue, and later ones start without it.",
+)
 async def test_a_server_that_is_stopped_is_killed_and_workers_start_without_it(monkeypatch):
     new_event_loop().close()  # libuv opens a pipe for the whole process with its first loop.
     before = open_files()
@@ -68,6 +72,10 @@ async def test_a_server_that_is_stopped_is_killed_and_workers_start_without_it(m
     assert open_files() == before
 
 
+@pytest.mark.promise(
+    "Everything ends",
+    "If the process that forks workers stops or dies, workers continue, and later ones start without it.",
+)
 async def test_workers_outlive_their_server_and_the_next_one_has_another(tmp_path):
     recorded = Recorded()
     before = open_files()

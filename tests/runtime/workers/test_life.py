@@ -74,6 +74,9 @@ async def test_a_worker_has_the_controllers_path_folder_and_environment_and_no_s
         assert secret not in repr(first).encode()
 
 
+@pytest.mark.promise(
+    "A lost worker", "A worker that is killed is reported with how it ended, and another one takes its place."
+)
 async def test_a_worker_that_is_killed_is_lost_and_another_one_takes_its_place():
     recorded = Recorded()
     async with recorded.group as group:
@@ -229,6 +232,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.promise("A lost worker", "No worker outlives its controller.")
 def test_a_group_that_is_not_closed_when_the_interpreter_ends_kills_its_workers():
     command = [sys.executable, "-c", NOT_CLOSED.format(path=sys.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * SECONDS)
@@ -294,6 +298,7 @@ async def test_silence_counts_only_while_this_process_listens(monkeypatch):
     assert recorded.heard == []
 
 
+@pytest.mark.promise("A lost worker", "A program that blocks its event loop loses no worker.")
 async def test_a_caller_that_blocks_its_loop_loses_no_worker():
     recorded = Recorded(limits=WorkerLimits(ping=0.01, silent=SECONDS))
     async with recorded.group as group:
@@ -308,6 +313,7 @@ async def test_a_caller_that_blocks_its_loop_loses_no_worker():
     assert recorded.heard == []
 
 
+@pytest.mark.promise("GPUs", "A worker sees only its own accelerators.")
 @pytest.mark.parametrize(("visible", "seen"), [(None, ("1,3", "2", None)), ("7,5,6,4", ("5,4", "6", "7,5,6,4"))])
 async def test_a_worker_sees_its_own_accelerators_alone(monkeypatch, visible, seen):
     """So none of its threads can make a context on another one's."""

@@ -60,6 +60,9 @@ def injected_pickle(frames: bytes, canary: Canary) -> bytes:
     return b"".join(piece + NO_MAC for piece in forged) + frames
 
 
+@pytest.mark.promise(
+    "Security", "Over TCP, nothing of a message that was changed, inserted, repeated or swapped on the path is used."
+)
 @pytest.mark.parametrize(
     ("change", "arrive"),
     [
@@ -113,6 +116,7 @@ def test_nothing_of_a_changed_frame_of_an_edge_is_used(
         path.close()
 
 
+@pytest.mark.promise("Security", "An invitation that passes through torchrun or an agent hides the pool's secret.")
 def test_an_invitation_hides_its_secret() -> None:
     first = Invitation("a", "b:c", "d", b"s" * 32, b"t" * 16)
     hidden = first.hidden(b"key")
@@ -131,6 +135,9 @@ class Through(ProcessLauncher):
         return await super().start(replace(invitation, address=self.path.address), own)
 
 
+@pytest.mark.promise(
+    "Security", "Over TCP, nothing of a message that was changed, inserted, repeated or swapped on the path is used."
+)
 @pytest.mark.parametrize("what", ["a pickle for the controller", "a pickle for the worker", "an answer again"])
 async def test_a_frame_that_the_other_end_has_not_sent_ends_a_control_connection(what: str, canary: Canary) -> None:
     launcher = Through()

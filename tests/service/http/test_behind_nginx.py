@@ -29,6 +29,7 @@ async def said(place: tuple[str, int], sent: bytes) -> bytes:
         writer.close()
 
 
+@pytest.mark.promise("Security", "Behind the given nginx configuration, idle sockets and floods keep nobody out.")
 async def test_clients_are_served_and_floods_end_at_the_proxy(tmp_path: Path) -> None:
     async with served(tmp_path / "service", token=TOKEN, trusted_proxies=["127.0.0.1"]) as api:
         port = int(api.base.rpartition(":")[2])
@@ -54,6 +55,7 @@ async def test_clients_are_served_and_floods_end_at_the_proxy(tmp_path: Path) ->
             assert b"200 OK" not in await said(place, slow)
 
 
+@pytest.mark.promise("Security", "Behind the given nginx configuration, idle sockets and floods keep nobody out.")
 async def test_sockets_that_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
     async with served(tmp_path / "service", token=TOKEN) as api:
         port = int(api.base.rpartition(":")[2])

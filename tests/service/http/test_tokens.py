@@ -27,6 +27,7 @@ async def status(api: Api, method: str, path: str, body: Any = None, **headers: 
     return (await api.ask(method, path, body, **headers))[0]
 
 
+@pytest.mark.promise("Security", "Each role may do what it says, and the audit has the name of the token.")
 async def test_each_role_may_what_it_says(tmp_path: Path) -> None:
     async with mounted(tmp_path) as api:
         assert await status(api, "GET", "/v1/jobs") == 200
@@ -55,6 +56,7 @@ async def test_each_role_may_what_it_says(tmp_path: Path) -> None:
             assert await status(api, "DELETE", f"/v1/jobs/{NOBODY}", **roles[role]) == found
 
 
+@pytest.mark.promise("Security", "Each role may do what it says, and the audit has the name of the token.")
 async def test_the_audit_says_who_changed_what_and_who_was_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,6 +100,9 @@ async def test_of_two_apis_in_one_process_each_has_an_audit_also_when_the_other_
     assert told == jobs
 
 
+@pytest.mark.promise(
+    "Security", "A revoked token is refused from the next request on; the service stores only hashes of tokens."
+)
 async def test_a_revoked_token_ends_at_once_and_so_does_what_it_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +150,7 @@ async def test_one_token_has_a_quarter_of_the_places_for_event_streams(tmp_path:
             assert stream.status == 200
 
 
+@pytest.mark.promise("Security", "The client address that a proxy reports is used only if that proxy is trusted.")
 async def test_a_proxy_says_who_asks_only_if_it_is_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "asyncpipe.audit")
     for trusted in (["127.0.0.1"], []):

@@ -27,6 +27,10 @@ async def dies(folder, jobs, most_crashes=3, **options):
         return [(await store.get(job)).state for job in jobs]
 
 
+@pytest.mark.promise(
+    "The service",
+    "A job that keeps killing the service is tried `max_attempts` times, and no other job is blamed for it.",
+)
 async def test_the_last_attempt_is_alone_until_its_snapshot_so_that_no_other_job_is_blamed(tmp_path):
     async with opened(tmp_path) as service:
         greedy, innocent = [(await service.submit(name, **LONG)).id for name in ("greedy", "innocent")]
@@ -58,6 +62,7 @@ async def test_the_last_attempt_is_alone_until_its_snapshot_so_that_no_other_job
             await service.manager.jobs.pause(innocent, "a break")
 
 
+@pytest.mark.promise("The service", "A job that waits to run alone is not overtaken for ever.")
 async def test_a_job_that_waits_to_run_alone_is_not_overtaken_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(job_queue, "PATIENCE_SECONDS", 0.0)
     async with opened(tmp_path) as service:

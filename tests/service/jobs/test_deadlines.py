@@ -14,6 +14,7 @@ from asyncpipe.service.store.job_store import StoreError, StoreProblem
 QUEUED, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED, QUARANTINED = JobState
 
 
+@pytest.mark.promise("The service", "A job that has not ended by its deadline fails, in any state.")
 async def test_jobs_that_have_not_ended_by_their_deadline_fail(tmp_path):
     now = 1e9
     async with opened(tmp_path, options={"clock": lambda: now}, max_running=1) as service:
@@ -34,6 +35,7 @@ async def test_jobs_that_have_not_ended_by_their_deadline_fail(tmp_path):
         assert (await service.comes(later.id, RUNNING)).deadline == 3e9
 
 
+@pytest.mark.promise("The service", "A job that has not ended by its deadline fails, in any state.")
 async def test_a_run_that_does_not_stop_at_its_deadline_is_cancelled(tmp_path):
     fakes, now = Fakes(), 1e9
     async with opened(tmp_path, fakes, {"clock": lambda: now}, grace_seconds=0.01) as service:

@@ -37,6 +37,10 @@ def workload(steps: int | None = None) -> Workload:
     return replace(plain(), batches=some)
 
 
+@pytest.mark.promise(
+    "A lost worker",
+    "A run that loses workers and continues, with others or with replacements, ends with bit-identical results.",
+)
 async def test_jobs_leave_a_drained_host_after_their_step_and_come_back(tmp_path):
     entries = Entries({"tests:plain": workload})
     settings = make_settings(

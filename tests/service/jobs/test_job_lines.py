@@ -16,6 +16,7 @@ AT_FIRST = JobRecord("01j", {"name": "charlm", "entry": "m:f"}, QUEUED, "submitt
 LATER = replace(AT_FIRST, attempts=2, step=43, snapshot="step-40")
 
 
+@pytest.mark.promise("Reported, not silent", "Each change of a job's state is one line of the log.")
 @pytest.mark.parametrize(
     ("before", "state", "is_retry", "level", "event", "text"),
     [

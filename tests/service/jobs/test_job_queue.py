@@ -64,6 +64,10 @@ def by_the_rule(jobs, usage):
     return found
 
 
+@pytest.mark.promise(
+    "The service",
+    "Queued jobs begin in the stated order, none waits for ever, and devices and memory are not overbooked.",
+)
 @given(waiting, used, st.sampled_from([{}, {"ann": 2.0}]), st.data())
 def test_the_order_is_that_of_class_use_priority_and_age_whatever_comes_and_goes(jobs, used, shares, data):
     usage = Usage(shares=shares)
@@ -192,6 +196,10 @@ def room_of(seed):
     return Room(random, has)
 
 
+@pytest.mark.promise(
+    "The service",
+    "Queued jobs begin in the stated order, none waits for ever, and devices and memory are not overbooked.",
+)
 @settings(max_examples=QUEUES)
 @given(st.integers(0, 2**32))
 def test_every_queue_becomes_empty_within_the_bound_and_nothing_overflows(seed):

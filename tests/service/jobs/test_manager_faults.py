@@ -142,6 +142,7 @@ async def test_what_would_fail_again_fails_at_once(tmp_path, error):
     error.__traceback__ = None
 
 
+@pytest.mark.promise("Security", "Passwords, tokens and URLs with credentials are hidden in errors and logs of jobs.")
 async def test_no_secret_of_an_error_is_shown(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     fakes = Fakes()

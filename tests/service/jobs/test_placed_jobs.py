@@ -70,6 +70,9 @@ async def test_any_devices_are_chosen_at_the_beginning_and_told(tmp_path):
         assert (await service.store.runs(0.0))[1].devices == ("cpu:2", "cpu:3")
 
 
+@pytest.mark.promise(
+    "The service", "A job that asks for any devices may continue on other devices, with bit-identical results."
+)
 async def test_a_job_that_goes_on_elsewhere_has_the_bits_of_an_undisturbed_run(tmp_path):
     entries = Entries({"tests:plain": plain})
     settings = make_settings(

@@ -25,6 +25,9 @@ def texts(folder: Path, place: int = 0) -> list[str]:
     return found
 
 
+@pytest.mark.promise(
+    "The service", "A job's log keeps every line of a killed process, and the beginning and end of a flood."
+)
 def test_lines_of_several_threads_and_processes_are_whole_and_in_order(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 3)
 
@@ -53,6 +56,9 @@ def test_lines_of_several_threads_and_processes_are_whole_and_in_order(tmp_path:
     assert [line.text for line in last_said(tmp_path, 3, 2, "stderr").lines] == ["other 198", "other 199"]
 
 
+@pytest.mark.promise(
+    "The service", "A job's log keeps every line of a killed process, and the beginning and end of a flood."
+)
 @pytest.mark.parametrize("length", [10, 20_000])
 def test_a_flood_keeps_its_beginning_and_its_end_and_says_what_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int

@@ -67,6 +67,9 @@ async def finished(service: TrainingService, job: str) -> None:
     assert states[-1] == "finished", await service.get(job)
 
 
+@pytest.mark.promise(
+    "The service", "A backup of a running service is one consistent state; jobs resume from it bit-identically."
+)
 async def test_a_job_that_runs_goes_on_from_its_backup_with_the_same_bits(tmp_path):
     Held.open.clear()
     training = {"steps": 16, "batch_size": 4, "learning_rate": 0.01}
@@ -134,6 +137,7 @@ def a_snapshot(folder: Path, step: int) -> Path:
     return write_snapshot(path, {"model": {"weight": torch.ones(9)}, "optimizer": {}}, Manifest(step=step))
 
 
+@pytest.mark.promise("The service", "A backup is restored whole or not at all.")
 async def test_what_is_damaged_or_cut_off_is_not_restored(folder, tmp_path):
     job = next((folder / "jobs").iterdir())
     (job / "snapshots").mkdir()
@@ -196,6 +200,9 @@ async def test_the_losses_of_a_backup_reach_its_newest_snapshot(folder, tmp_path
     assert [step for step, *_ in curve(tmp_path / "restored", job.name)] == [1, 2, 3, 4]
 
 
+@pytest.mark.promise(
+    "The service", "A second service on a store is refused; a process that only reads delays no commit."
+)
 async def test_a_reader_beside_a_service_sees_one_state_and_delays_no_commit(tmp_path):
     path = tmp_path / "jobs.sqlite3"
     async with opened(tmp_path) as service:

@@ -99,6 +99,7 @@ async def test_a_retry_keeps_what_was_changed_before(tmp_path):
             assert (record.tags, record.deadline, record.weight) == (("night",), later, 2.5)
 
 
+@pytest.mark.promise("The service", "A job whose snapshots are missing starts from scratch only if you ask for it.")
 async def test_a_job_whose_snapshots_are_gone_begins_anew_only_if_that_is_said(tmp_path):
     async with service(tmp_path) as (opened, fakes):
         job = (await cancelled(opened, fakes)).id
@@ -155,6 +156,9 @@ def small() -> Workload:
     return Workload(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8)), nn.functional.mse_loss, batches)
 
 
+@pytest.mark.promise(
+    "The service", "A fork of a job ends with the same results bit for bit and does not change the job."
+)
 async def test_a_fork_from_a_step_ends_with_the_bits_of_its_origin(tmp_path):
     async def finished(opened: TrainingService, job: str) -> str:
         states = [event.data["to"] async for event in opened.follow(job) if event.kind == "state"]

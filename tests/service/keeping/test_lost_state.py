@@ -61,6 +61,10 @@ async def refused(folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.promise(
+    "The service",
+    "A service whose store or job folders are missing or outdated refuses to start and names the problem.",
+)
 async def test_a_store_that_is_gone_or_empty_is_not_begun_anew_beside_folders_of_jobs(tmp_path, jobs):
     store = tmp_path / "jobs.sqlite3"
     content = store.read_bytes()
@@ -76,6 +80,10 @@ async def test_a_store_that_is_gone_or_empty_is_not_begun_anew_beside_folders_of
         assert [job.id for job in await opened.list()] == jobs[::-1]
 
 
+@pytest.mark.promise(
+    "The service",
+    "A service whose store or job folders are missing or outdated refuses to start and names the problem.",
+)
 async def test_a_store_that_is_older_than_its_folders_is_refused(tmp_path, jobs):
     (tmp_path / "jobs" / jobs[1][::-1]).mkdir()
     problem = await refused(tmp_path)
@@ -85,6 +93,10 @@ async def test_a_store_that_is_older_than_its_folders_is_refused(tmp_path, jobs)
         assert [job.id for job in await opened.list()] == jobs[::-1]
 
 
+@pytest.mark.promise(
+    "The service",
+    "A service whose store or job folders are missing or outdated refuses to start and names the problem.",
+)
 @pytest.mark.parametrize("how", ["gone", "empty"])
 async def test_folders_that_are_all_gone_are_a_disk_that_is_not_mounted(tmp_path, jobs, how):
     lose(tmp_path / "jobs")
@@ -98,6 +110,7 @@ async def test_folders_that_are_all_gone_are_a_disk_that_is_not_mounted(tmp_path
         assert other.state is not JobState.QUARANTINED
 
 
+@pytest.mark.promise("The service", "A job whose snapshots are missing starts from scratch only if you ask for it.")
 async def test_a_job_whose_snapshots_are_gone_is_quarantined_and_others_go_on(tmp_path, jobs):
     lose(tmp_path / "jobs" / jobs[0] / "snapshots")
     async with service(tmp_path) as (opened, fakes):
@@ -134,6 +147,7 @@ async def test_what_a_job_can_do_without_is_said_when_it_goes_on(tmp_path, jobs)
         assert "its snapshot step-3 is gone, so it goes on from step-1" in began.cause
 
 
+@pytest.mark.promise("The service", "A store that lacks its last commits is reported in the log and by `/readyz`.")
 @pytest.mark.parametrize("cut", [False, True])
 async def test_a_store_without_its_last_commits_is_told_from_the_audit(tmp_path, caplog, cut):
     async with service(tmp_path, max_running=1) as (opened, _):

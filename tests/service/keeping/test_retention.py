@@ -39,6 +39,7 @@ def test_rules_keep_the_newest_by_age_and_count(rules, expected):
     assert found == expected
 
 
+@pytest.mark.promise("The service", "Rules of retention delete exactly what the command shows beforehand.")
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_service_removes_what_its_rules_say_and_the_command_says_the_same_before(tmp_path, capsys):
     fakes = Fakes()

@@ -81,6 +81,9 @@ asyncio.run(JobStore(sys.argv[1], busy_seconds=0).__aenter__())
 """
 
 
+@pytest.mark.promise(
+    "The service", "A second service on a store is refused; a process that only reads delays no commit."
+)
 async def test_a_second_store_on_the_file_is_refused_and_the_first_goes_on(path):
     async with JobStore(path) as store:
         error = await refused(path)

@@ -57,6 +57,9 @@ def drawn(chance: random.Random, times: list[float]) -> JobFilter:
     return JobFilter(states, maybe("m:a"), tags, text, maybe(chance.choice(times)))
 
 
+@pytest.mark.promise(
+    "The service", "A list has each job that matches once; a job is found by its name or a unique beginning of its id."
+)
 async def test_lists_have_what_meets_every_filter_page_by_page_in_both_directions(path):
     chance = random.Random(3)
     async with JobStore(path, clock=ticking(), make_id=numbered()) as store:
@@ -86,6 +89,9 @@ def test_a_filter_that_cannot_be_is_refused(given):
         JobFilter(**given)
 
 
+@pytest.mark.promise(
+    "The service", "A list has each job that matches once; a job is found by its name or a unique beginning of its id."
+)
 async def test_a_job_is_meant_by_its_id_its_unique_beginning_or_its_name(path):
     ids = iter(["01ab1", "01ab2", "01cd", "02", "run"])
     async with JobStore(path, make_id=lambda _: next(ids)) as store:

@@ -75,6 +75,10 @@ def with_adapters(model: nn.Module) -> Any:
     return peft.get_peft_model(model, config).double()
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A model that accelerate has dispatched is cut where its map says; adapters of quantized layers train there.",
+)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.usefixtures("doubles")
 @pytest.mark.parametrize(
@@ -136,6 +140,10 @@ def test_what_says_of_no_cut_is_refused(prepare: Any, says: str) -> None:
         asyncpipe.from_transformers(model, make_batch("LlamaForCausalLM"), microbatches=2)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A model that accelerate has dispatched is cut where its map says; adapters of quantized layers train there.",
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_layers_train_their_adapters_where_they_are(bits: int, tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ DEVICES = ["cpu:0", "cpu:1"]
 ROWS = [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]]
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A model of transformers has the loss and gradients of the whole batch, however the batch is padded and cut.",
+)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -62,6 +66,10 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name: str, options: dic
     check(model, gradients)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A model of transformers has the loss and gradients of the whole batch, however the batch is padded and cut.",
+)
 def test_the_call_returns_the_loss_of_the_whole_batch() -> None:
     model, batch = make_model("GPT2LMHeadModel"), make_batch("GPT2LMHeadModel")
     expected, gradients = unsplit(model, batch)
@@ -99,6 +107,9 @@ def mean_of_squares(output: Any, labels: Tensor) -> tuple[Tensor, int]:
     return output.logits.square().mean(), len(labels)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "Options of models and batches of transformers that stages would get wrong are refused."
+)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -125,6 +136,9 @@ def with_own_loss_function(model: Any) -> None:
     model.loss_function = lambda logits, labels, **_: logits.sum()
 
 
+@pytest.mark.promise(
+    "Refused, not wrong", "Options of models and batches of transformers that stages would get wrong are refused."
+)
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -157,6 +171,10 @@ def test_what_is_put_on_the_model_later_is_refused_as_well(how: str) -> None:
             pipe.step(batch)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "Adapters, frozen layers, checkpointed layers and tied weights train and are saved as in the unsplit model.",
+)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_and_checkpointed_layers_train_and_are_saved(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
@@ -178,6 +196,10 @@ def test_adapters_and_checkpointed_layers_train_and_are_saved(tmp_path: Path) ->
         torch.testing.assert_close(again.state_dict()[name].double(), value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.promise(
+    "Right results",
+    "Adapters, frozen layers, checkpointed layers and tied weights train and are saved as in the unsplit model.",
+)
 @pytest.mark.parametrize("loss", [None, "chunked"])
 def test_tied_weights_train_in_workers_and_are_saved(tmp_path: Path, loss: Any) -> None:
     model, batch = make_model("GPT2LMHeadModel"), make_batch("GPT2LMHeadModel")
@@ -203,6 +225,7 @@ def one_step(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
+@pytest.mark.promise("Right results", "Dynamic rotary embeddings keep the table that a long batch has made.")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.bfloat16, 0.0)])
 def test_a_table_that_a_forward_has_replaced_stays(dtype: torch.dtype, tolerance: float) -> None:
     """Dynamic rotary embeddings: a long batch makes a table of its own type, which differs from the model's."""
@@ -219,6 +242,9 @@ def test_a_table_that_a_forward_has_replaced_stays(dtype: torch.dtype, tolerance
             torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=tolerance)
 
 
+@pytest.mark.promise(
+    "Right results", "The kind of loss is found by one forward of the example, not by the name of the model's class."
+)
 @pytest.mark.parametrize("name", ["TrOCRForCausalLM", "XLNetLMHeadModel", "BertLMHeadModel"])
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_the_kind_of_loss_is_the_models_own_whatever_its_class_is_called(name: str, has_labels: bool) -> None:
@@ -238,6 +264,7 @@ def test_the_kind_of_loss_is_the_models_own_whatever_its_class_is_called(name: s
     assert loss(output, labels)[0].item() == pytest.approx(output.loss.item(), abs=1e-10)
 
 
+@pytest.mark.promise("Refused, not wrong", "A model of transformers whose kind of loss is not known is refused.")
 def test_a_loss_that_is_of_no_known_kind_is_refused() -> None:
     class OtherForCausalLM(transformers.GPT2LMHeadModel):
         def forward(self, **batch: Any) -> Any:
@@ -265,6 +292,10 @@ def test_units_are_joined_also_of_a_copy_and_hooks_of_layers_are_called() -> Non
     assert seen == ["layer 0", "layer 1", "layer 2"]
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A model of an unknown family is accepted only if its stages compute the same example output bit for bit.",
+)
 @pytest.mark.parametrize(
     ("kind", "classes", "labels"),
     [
@@ -290,6 +321,10 @@ def test_each_loss_is_the_librarys(kind: str, classes: int, labels: Tensor) -> N
     assert count == (labels[..., 1:] != -100).sum() if kind == "causal" else (labels != -100).sum()
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A model of an unknown family is accepted only if its stages compute the same example output bit for bit.",
+)
 def test_a_family_that_is_not_known_is_cut_by_structure_if_a_forward_shows_that_it_is_one() -> None:
     sizes = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
@@ -304,6 +339,10 @@ def test_a_family_that_is_not_known_is_cut_by_structure_if_a_forward_shows_that_
     check(model, gradients)
 
 
+@pytest.mark.promise(
+    "Refused, not wrong",
+    "A model of an unknown family is accepted only if its stages compute the same example output bit for bit.",
+)
 def test_a_model_whose_parts_have_the_names_of_a_family_but_that_computes_something_else_is_not_one() -> None:
     class AddsEmbeddings(transformers.LlamaModel):
         def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> Any:
@@ -318,6 +357,10 @@ def test_a_model_whose_parts_have_the_names_of_a_family_but_that_computes_someth
     assert cut_at_layers(model, model, {name: batch[name] for name in ("input_ids", "attention_mask")}, None) is None
 
 
+@pytest.mark.promise(
+    "Right results",
+    "A model of transformers has the loss and gradients of the whole batch, however the batch is padded and cut.",
+)
 def test_a_traced_model_takes_other_lengths_and_no_mask_and_needs_no_list_of_layers() -> None:
     sizes = {"vocab_size": 48, "embedding_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
     config = transformers.AlbertConfig(**sizes, num_attention_heads=2, hidden_dropout_prob=0.0)

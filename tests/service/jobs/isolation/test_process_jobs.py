@@ -80,6 +80,8 @@ async def there(path):
     return read(path)
 
 
+@pytest.mark.promise("Bit-identical results", "A job in its own process is bit-identical to one on threads.")
+@pytest.mark.promise("The service", "The log of a run that failed has the whole traceback, with all causes.")
 async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_threads(tmp_path):
     async with processes(tmp_path) as (service, submit):
         manager = service.manager
@@ -139,6 +141,10 @@ async def test_a_job_in_a_process_has_the_bits_and_the_signs_of_life_of_one_on_t
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.promise(
+    "The service",
+    "A job that crashes its process costs other jobs on the same devices no step and changes none of their numbers.",
+)
 async def test_jobs_that_share_devices_have_the_bits_of_lone_ones_whatever_ends_beside_them(tmp_path):
     async with processes(tmp_path) as (service, submit):
         training = {"steps": 60, "batch_size": 8, "learning_rate": 0.05}
@@ -213,6 +219,10 @@ async def test_a_job_on_threads_says_the_same(tmp_path):
     assert lines == ["run 1 begins: it is its turn", *once * 2, f"run 1 failed: {record.cause}"]
 
 
+@pytest.mark.promise(
+    "Everything ends",
+    "Cancelling a job in its own process ends it within a stated deadline, even if its code never returns.",
+)
 async def test_what_does_not_end_is_gone_within_its_deadline_and_frees_its_place_and_a_live_job_hears_orders(tmp_path):
     async with processes(tmp_path) as (service, submit):
         jobs = service.manager.jobs
