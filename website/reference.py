@@ -25,7 +25,6 @@ WHOLE = (
     "observe.metrics",
     "service.http",
     "compat.torchgpipe",
-    "compat.torch_pipe",
 )
 PLUG_INS = (
     "core.records.step_record.FailureCounter",

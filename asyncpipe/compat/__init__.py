@@ -1,11 +1,8 @@
-"""The APIs of torchgpipe 0.0.7 and of torch's former ``Pipe``: a program for one of them runs here with another import.
-
-Start with ``module.py``: the base class of both modules, which makes a ``Pipeline`` and calls it in its forward.
+"""The API of torchgpipe 0.0.7: a program for it runs here with another import.
 
 ``torchgpipe/``    ``GPipe``, and the names of its submodules ``balance`` and ``skip``
-``torch_pipe/``    ``Pipe``, ``WithDevice``, and the names of its submodules ``skip`` and ``utils``
 
-Both check their arguments and leave the rest to ``Pipeline``. ``docs/migration.md`` lists the intended differences.
-``partition`` and ``chunk`` are these APIs' words for a stage and a micro-batch. The folder may import ``pipeline`` and
+It checks its arguments and leaves the rest to ``Pipeline``. ``docs/migration.md`` lists the intended differences.
+``partition`` and ``chunk`` are torchgpipe's words for a stage and a micro-batch. The folder may import ``pipeline`` and
 everything below it.
 """

@@ -27,9 +27,7 @@ def batch():
     return torch.arange(6.0, dtype=torch.float64).view(3, 2)
 
 
-@pytest.mark.promise(
-    "Your own program", "The first calls of a `GPipe` or `Pipe` may come from several threads at once."
-)
+@pytest.mark.promise("Your own program", "The first calls of a `GPipe` may come from several threads at once.")
 def test_the_first_call_comes_from_several_threads(new_threads, monkeypatch, no_leaks):
     opened = []
     open_pool = DevicePool.open
@@ -44,9 +42,7 @@ def test_the_first_call_comes_from_several_threads(new_threads, monkeypatch, no_
         opened[-1] = None
 
 
-@pytest.mark.promise(
-    "Your own program", "The first calls of a `GPipe` or `Pipe` may come from several threads at once."
-)
+@pytest.mark.promise("Your own program", "The first calls of a `GPipe` may come from several threads at once.")
 def test_opening_fails_for_one_caller(monkeypatch, no_leaks):
     """Each caller gets the error or an output; whoever comes after the failure opens the pipeline anew."""
     start, failures = ThreadExecutor.start, ["cannot start a thread"]
@@ -68,7 +64,7 @@ def test_opening_fails_for_one_caller(monkeypatch, no_leaks):
         error.__traceback__ = None
 
 
-@pytest.mark.promise("Your own program", "In a forked child, `GPipe` and `Pipe` start their own threads.")
+@pytest.mark.promise("Your own program", "In a forked child, a `GPipe` starts its own threads.")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_has_threads_of_its_own(no_leaks):
     model = gpipe()

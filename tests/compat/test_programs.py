@@ -1,8 +1,6 @@
-"""Programs for torchgpipe or torch's former ``Pipe`` run here after changing only their imports."""
+"""A program for torchgpipe runs here after changing only its imports."""
 
 from __future__ import annotations
-
-import torch
 
 # After torchgpipe's README and user guide; devices are given, since there may be no GPU.
 TORCHGPIPE = """
@@ -59,46 +57,6 @@ with torch.no_grad():
     evaluated = F.cross_entropy(model(inputs.to(in_device)), targets.to(out_device)).item()
 """
 
-# After the documentation of torch.distributed.pipeline.sync.
-TORCH = """
-import torch
-from torch import nn
-
-from torch.distributed.pipeline.sync import NoChunk, Pipe, WithDevice
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 8)
-
-    def forward(self, x, scale, training):
-        return self.linear(x) * scale, scale if training else None
-
-
-class Last(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, x, scale):
-        return self.linear(x) if scale is None else self.linear(x) / scale
-
-
-torch.manual_seed(0)
-model = nn.Sequential(Scaled(), Last(), WithDevice(nn.Dropout(0.0), "cpu"))
-model = Pipe(model, chunks=8, checkpoint="except_last")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-x, target = torch.rand(16, 16), torch.rand(16, 4)
-losses = []
-for _ in range(20):
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(x, NoChunk(torch.tensor(2.0)), True).local_value(), target)
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
-"""
-
 
 def run(program, ancestor, ours):
     assert f"from {ancestor} import" in program
@@ -113,10 +71,3 @@ def test_a_program_for_torchgpipe():
     assert names["losses"][-1] < 0.5 * names["losses"][0]
     assert abs(names["evaluated"] - names["losses"][-1]) < 1
     assert names["model"][2].num_batches_tracked == 30
-
-
-def test_a_program_for_torchs_pipe():
-    names = run(TORCH, "torch.distributed.pipeline.sync", "asyncpipe.compat.torch_pipe")
-    assert len(names["model"].devices) == 3
-    assert names["losses"][-1] < 0.5 * names["losses"][0]
-    assert torch.is_tensor(names["loss"])

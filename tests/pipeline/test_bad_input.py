@@ -11,7 +11,6 @@ from torch import nn
 
 from asyncpipe import Pipeline, TaskError
 from asyncpipe import errors as e
-from asyncpipe.compat.torch_pipe import Pipe
 from asyncpipe.compat.torchgpipe import GPipe
 
 mse = nn.functional.mse_loss
@@ -247,12 +246,11 @@ class Doubled(nn.Sequential):
 @pytest.mark.promise(
     "Refused, not wrong", "A sequence with hooks or with its own `forward` is refused, since stages would call neither."
 )
-@pytest.mark.parametrize("face", [Pipeline, GPipe, Pipe])
+@pytest.mark.parametrize("face", [Pipeline, GPipe])
 def test_a_sequence_that_does_more_than_call_its_layers(face):
     options = {
         Pipeline: {"devices": ["cpu:0"], "microbatches": 2},
         GPipe: {"balance": [2], "devices": ["cpu"]},
-        Pipe: {},
     }
     more = options[face]
     with pytest.raises(e.OptionError, match=r"Doubled, an nn\.Sequential with a forward of its own, which no stage"):
@@ -263,13 +261,8 @@ def test_a_sequence_that_does_more_than_call_its_layers(face):
         face(hooked, **more)
 
 
-@pytest.mark.promise(
-    "Refused, not wrong", "A sequence with hooks or with its own `forward` is refused, since stages would call neither."
-)
-def test_pipe_takes_no_sequence_with_hooks_apart():
+def test_a_layer_keeps_its_hooks():
     inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     inner.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(e.OptionError, match=r"child 1 is an nn\.Sequential with hooks of its own"):
-        Pipe(nn.Sequential(nn.Linear(2, 2), inner))
-    with Pipeline([nn.Linear(2, 2), inner], ["cpu:0"], microbatches=2).sync() as pipe:  # A layer keeps its hooks.
+    with Pipeline([nn.Linear(2, 2), inner], ["cpu:0"], microbatches=2).sync() as pipe:
         assert pipe(torch.ones(2, 2)).shape == (2, 2)

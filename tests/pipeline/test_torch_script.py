@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe import Pipeline
-from asyncpipe.compat.torch_pipe import Pipe
 from asyncpipe.compat.torchgpipe import GPipe
 from asyncpipe.errors import OptionError, SharedParameterError, TraceError
 from asyncpipe.ops.model.measure_layers import balance_by_size, balance_by_time
@@ -71,9 +70,7 @@ def microbatch_by_microbatch(model: nn.Module, x: Tensor, target: Tensor) -> lis
     return [*(parameter.grad for parameter in model.parameters()), *model.buffers()]
 
 
-@pytest.mark.promise(
-    "Right results", "TorchScript modules are layers and stages like others, also in `GPipe` and `Pipe`."
-)
+@pytest.mark.promise("Right results", "TorchScript modules are layers and stages like others, also in `GPipe`.")
 @kinds
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -108,24 +105,17 @@ def test_torch_script_equals_the_unsplit_model(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-@pytest.mark.promise(
-    "Right results", "TorchScript modules are layers and stages like others, also in `GPipe` and `Pipe`."
-)
+@pytest.mark.promise("Right results", "TorchScript modules are layers and stages like others, also in `GPipe`.")
 @kinds
-def test_the_drop_in_faces_take_torch_script(make: Callable[[nn.Module], nn.Module]) -> None:
+def test_the_drop_in_takes_torch_script(make: Callable[[nn.Module], nn.Module]) -> None:
     x = torch.randn(8, 4)
     plain = nn.Sequential(Scaled(), Scaled())
     plain(x).sum().backward()
-    for face in (
-        lambda model: GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=4),
-        lambda model: Pipe(model, chunks=4),
-    ):
-        model = nn.Sequential(*(make(layer) for layer in copy.deepcopy(plain)))
-        model.zero_grad()
-        output = face(model)(x)
-        (output if isinstance(output, Tensor) else output.local_value()).sum().backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
+    model = nn.Sequential(*(make(layer) for layer in copy.deepcopy(plain)))
+    model.zero_grad()
+    GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=4)(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
 
 
 @kinds

@@ -32,7 +32,6 @@ __all__ = [
     "SequentialStage",
     "as_sequential",
     "check_plain",
-    "check_unhooked",
     "split",
     "stage_parts",
     "all_to_first",
@@ -203,11 +202,6 @@ def check_plain(sequence: nn.Sequential, what: str) -> None:
             f"{what} is a {type(sequence).__name__}, an nn.Sequential with a forward of its own, which no stage would "
             "call; make it a layer of an nn.Sequential, or cut it with asyncpipe.trace"
         )
-    check_unhooked(sequence, what)
-
-
-def check_unhooked(sequence: nn.Sequential, what: str) -> None:
-    """Raise ``OptionError`` if ``sequence``, whose layers stages call, has hooks of its own."""
     if hooks_of(sequence):
         raise OptionError(
             f"{what} is an nn.Sequential with hooks of its own, which no stage would call, since stages call its "

@@ -14,15 +14,14 @@ from tests.campaigns.models import layers as own
 from tests.campaigns.models.items import CONTAINERS, Item, Layer, count, draw_items, draw_plain, layers_of, tags_of
 from tests.campaigns.models.pieces import KINDS, TO_VECTOR
 
-FACES = ("step", "sync step", "call", "gpipe", "pipe", "trace", "trace call")
-CALLS = ("call", "gpipe", "pipe", "trace call")
+FACES = ("step", "sync step", "call", "gpipe", "trace", "trace call")
+CALLS = ("call", "gpipe", "trace call")
 """The faces where the loss is the caller's."""
 MODES = ("always", "except_last", "selective", "never")
 ONE_STAGE_A_DEVICE = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 LOOPS = ("interleaved", "looped-bfs", "interleaved-zb", "backward-first")
 VS = ("zbv", "v-half", "v-min", "dualpipev", "hanayo")
 OUTPUTS = ("dict", "list", "dataclass", "nested")
-TUPLES = ("tuple", "list", "named tuple", "twice", "views", "integers")
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def draw(seed: int) -> Case:
     random = Random(seed)
     kind = random.choices(KINDS, (5, 4, 3))[0]
     draws = random.random() < 0.3
-    face = random.choices(FACES, (6, 6, 6, 3, 3, 1, 1))[0]
+    face = random.choices(FACES, (6, 6, 6, 3, 1, 1))[0]
     schedule, devices, stages = _schedule(random, face)
 
     def plain() -> Item:
@@ -165,8 +164,7 @@ def draw(seed: int) -> Case:
         hooks = (random.choice((*MODULE_HOOKS, *PARAMETER_HOOKS)),) if random.random() < 0.12 else ()
         return Item(name, hooks=hooks)
 
-    # torch's Pipe gives the items of a tuple or list to the next layer as arguments, so its models have none.
-    items = draw_items(random, plain, [each for each in CONTAINERS if face != "pipe" or each not in TUPLES])
+    items = draw_items(random, plain, CONTAINERS)
     while count(items) + (kind != "vector") < stages:
         items.append(plain())
     microbatches = random.choice((1, 2, 2, 3, 4, 4, 5))
@@ -195,9 +193,9 @@ def draw(seed: int) -> Case:
 def _schedule(random: Random, face: str) -> tuple[str, int, int]:
     """A schedule's name, and how many devices and stages."""
     name = random.choice((*ONE_STAGE_A_DEVICE, *LOOPS, *VS, "csv"))
-    if face in ("gpipe", "pipe") or name in ONE_STAGE_A_DEVICE or name == "csv":
+    if face == "gpipe" or name in ONE_STAGE_A_DEVICE or name == "csv":
         stages = random.choice((1, 2, 2, 3, 3, 4))
-        return "gpipe" if face in ("gpipe", "pipe") else name, stages, stages
+        return "gpipe" if face == "gpipe" else name, stages, stages
     if name in LOOPS:
         devices = random.choice((1, 2, 2))
         return name, devices, devices * random.choice((1, 2, 2))
@@ -225,7 +223,7 @@ def _options(random: Random, case: Case) -> tuple[str, ...]:
         "ready-made": 0.1 * (by_pipeline and full),
         "list": 0.15 * by_pipeline,
         "inline": 0.1 * by_pipeline,
-        "hint": 0.1 * (case.face not in ("gpipe", "pipe") and case.schedule != "backward-first"),
+        "hint": 0.1 * (case.face != "gpipe" and case.schedule != "backward-first"),
         "no outputs": 0.1 * (not called),
     }
     return tuple(name for name, chance in chances.items() if random.random() < chance)

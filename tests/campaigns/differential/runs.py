@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe import Arguments, Microbatches, Pipeline, trace
-from asyncpipe.compat.torch_pipe import Pipe, WithDevice
 from asyncpipe.compat.torchgpipe import GPipe
 from asyncpipe.core.graph.export import write_csv
 from asyncpipe.core.schedules.protocol import Shape
@@ -79,7 +78,7 @@ def direction(case: Case, model: nn.Module) -> list[Tensor]:
 @contextmanager
 def _opened(case: Case, model: nn.Sequential) -> Iterator[RunStep]:
     loss = loss_fn(case)
-    if case.face in ("gpipe", "pipe"):
+    if case.face == "gpipe":
         yield _called(case, _drop_in(case, model), loss)
         return
     pipe = _pipeline(case, model, loss)
@@ -113,7 +112,7 @@ def _called(case: Case, pipe: Any, loss_fn: Callable[..., Any]) -> RunStep:
     def call(number: int, kind: str, x: Tensor, target: Tensor) -> tuple[Tensor | None, Any]:
         pipe.train(kind == "train")
         returned = pipe(_batch(case, x))
-        output = _gathered(case, returned.local_value() if case.face == "pipe" else returned)
+        output = _gathered(case, returned)
         loss = loss_fn(output, target)
         loss = loss[0] if case.loss == "counted" else loss
         if torch.is_grad_enabled():
@@ -171,9 +170,5 @@ def _schedule(case: Case) -> Any:
 def _drop_in(case: Case, model: nn.Sequential) -> nn.Module:
     parts = balance(case.cuts, len(model))
     options = {"deferred_batch_norm": "deferred batch norm" in case.options}
-    if case.face == "gpipe":
-        devices = ["cpu"] * case.stages
-        return GPipe(model, parts, devices=devices, chunks=case.microbatches, checkpoint=case.checkpoint, **options)
-    places = [stage for stage, count in enumerate(parts) for _ in range(count)]
-    placed = [WithDevice(layer, f"cpu:{place}") for layer, place in zip(model, places, strict=True)]
-    return Pipe(nn.Sequential(*placed), case.microbatches, case.checkpoint, **options)
+    devices = ["cpu"] * case.stages
+    return GPipe(model, parts, devices=devices, chunks=case.microbatches, checkpoint=case.checkpoint, **options)
