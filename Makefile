@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .PHONY: train test long lint node dashboards docs bench campaigns soak differential modules architectures padding clipping faults crashes hosts hangs frames equal kill-service kill-store kill-run clients shapes package api free-threaded clean
 
-train: .venv/installed
+train: .venv/trains
 	$(BIN)/asyncpipe train examples/charlm/charlm.toml --resume runs/charlm $(if $(WORKERS),--workers $(WORKERS))
 
 test: lint
@@ -110,9 +110,16 @@ api: .venv/installed
 free-threaded:
 	ROUNDS=$(or $(ROUNDS),20) tests/campaigns/free_threaded.sh
 
-.venv/installed: pyproject.toml constraints.txt
+# What `make train` needs, and what tests and checks need besides. pip says what it is at.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.venv/trains: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e '.[cli]'
+	touch $@
+
+.venv/installed: .venv/trains
+	$(PIP_INSTALL) -e '.[dev]'
 	$(BIN)/python tests/support/declare_torchvision.py
 	touch $@
 

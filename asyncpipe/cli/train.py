@@ -117,7 +117,8 @@ def _train(args: argparse.Namespace) -> int:
         run = LastingRun(job, make_workload, progress=progress, collector=collector, observers=observers)
         summary, stopped_by = runner.run(_run(run, job, view))
     if summary is not None:
-        _print_summary(summary, args.job)
+        _print_summary(summary)
+        _print_next(summary, job, args.job)
     if stopped_by is not None:
         print(f"stopped by {stopped_by.name}")
     return 0 if stopped_by is None else 128 + stopped_by
@@ -192,7 +193,7 @@ async def _run(
                 loop.remove_signal_handler(number)
 
 
-def _print_summary(summary: TrainingSummary, job_file: Path) -> None:
+def _print_summary(summary: TrainingSummary) -> None:
     speed = f"{summary.tokens_per_second:,.0f} tokens/s, " if summary.tokens_per_second else ""
     print(
         f"{summary.name}: {summary.steps} steps in {summary.seconds:.1f} s, {speed}"
@@ -206,17 +207,25 @@ def _print_summary(summary: TrainingSummary, job_file: Path) -> None:
         ("{} updates were skipped: the loss or the gradient norm was not finite", summary.skipped or None),
         ("held-out loss {:.3f}", summary.evaluation),
         ("trace: {} (open it in https://ui.perfetto.dev)", summary.trace),
-        ("timeline: {}", summary.timeline),
+        ("timeline: {} (open it in a browser)", summary.timeline),
         ("snapshot: {}", summary.snapshot),
         ("model: {}", summary.finished),
         ("sample:\n{}", summary.sample),
     ):
         if value is not None:
             print(text.format(value))
-    if summary.snapshot is not None:
-        program = sys.argv[0] if sys.argv[0].endswith("/asyncpipe") else "asyncpipe"  # It need not be on the path.
-        again = f"{program} train {job_file} --resume {summary.snapshot.parent}"
-        print("next:")
-        if summary.sample is not None:
-            print(f"  {again}    # generates from it again")
-        print(f"  {again} --steps {2 * summary.steps}    # trains it longer")
+
+
+def _print_next(summary: TrainingSummary, job: Job, job_file: Path) -> None:
+    """The commands that go on from here, where a run has left a snapshot to go on from."""
+    if summary.snapshot is None:
+        return
+    program = sys.argv[0] if sys.argv[0].endswith("/asyncpipe") else "asyncpipe"  # It need not be on the path.
+    train, folder = f"{program} train {job_file}", summary.snapshot.parent
+    print("next:")
+    if summary.sample is not None:
+        given = " --set 'job.parameters.prompt=\"class \"'" if "prompt" in job.job.parameters else ""
+        print(f"  {train} --resume {folder}{given}    # generates from the model")
+    print(f"  {train} --resume {folder} --steps {2 * summary.steps}    # trains it longer")
+    if job.pipeline.workers == "threads" and job.training.overlap:  # Workers update their stages in the step.
+        print(f"  {train} --resume {folder}-processes --workers processes    # trains one in worker processes")

@@ -104,13 +104,24 @@ def test_trace_and_timeline_are_written(job, capsys):
     assert_picture(Path("runs/t.svg"))
 
 
+def test_the_commands_that_go_on_from_a_run_do_what_they_say(job, capsys):
+    text = TINY.replace("clip = 1.0\n", "overlap = true\n").replace("sample_length", 'prompt = "def "\nsample_length')
+    job.write_text(f"{text}[faults]\nstep_retries = 0\n", encoding="utf-8")
+    lines = train(job, capsys, "--resume", "runs/s", "--no-progress")
+    *_, generate, longer, processes = [line.partition("#")[0].split() for line in lines]
+    assert generate[2:] == [str(job), "--resume", "runs/s", "--set", "'job.parameters.prompt=\"class", "\"'"]
+    assert processes[-4:] == ["--resume", "runs/s-processes", "--workers", "processes"]
+    lines = train(job, capsys, "--resume", "runs/s", "--set", 'job.parameters.prompt="class "', "--no-progress")
+    assert any(line.startswith("class ") for line in lines)
+    assert any(line.startswith("tiny: 10 steps in") for line in train(job, capsys, *longer[3:], "--no-progress"))
+
+
 def test_snapshots_are_taken_and_the_last_one_is_told(job, capsys):
     job.write_text(TINY + '[snapshots]\nfolder = "elsewhere"\nevery = 2\nkeep = 1\n', encoding="utf-8")
     lines = train(job, capsys, "--set", "snapshots.folder=runs/s", "--no-progress")
     assert f"snapshot: {Path('runs/s/step-5')}" in lines
-    *_, generates, longer = lines
-    assert f"asyncpipe train {job} --resume runs/s" in generates
-    assert "--steps 10" in longer
+    assert lines[-3:-1] == ["next:", f"  asyncpipe train {job} --resume runs/s    # generates from the model"]
+    assert lines[-1] == f"  asyncpipe train {job} --resume runs/s --steps 10    # trains it longer"
     assert [path.name for path in Path("runs/s").iterdir()] == ["step-5"]
     assert not Path("elsewhere").exists()
     assert cli.main(["train", str(job), "--set", "snapshots.folder=runs/s"]) == 2
