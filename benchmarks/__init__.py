@@ -4,12 +4,13 @@
 a module with ``run`` and ``show``. Helpers:
 
     byte_counters.py     bytes of tensor storages, counted without an allocator
-    examples.py          models and job files of the repository's examples
+    examples.py          the repository's ``examples/charlm``
     light_worker.py      worker processes without torch, for ``controller``
     scraper.py           turns with and without metrics, which are fetched over HTTP as Prometheus does
 
-``gpu``, ``paper``, ``peers`` and ``unet`` are folders, whose ``__init__`` has ``run`` and ``show``. Soaks, kills and
-random cases are tests: ``tests/campaigns``.
+``gpu``, ``paper``, ``peers`` and ``unet`` are folders, whose ``__init__`` has ``run`` and ``show``; ``models`` has what
+several measure. ``gpt2_peers`` is a program of its own, for ``docs/peers.md``. Soaks, kills and random cases are tests:
+``tests/campaigns``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models of the repository's ``examples/``, which some benchmarks measure."""
+"""The repository's ``examples/charlm``, which some benchmarks measure."""
 
 from __future__ import annotations
 

@@ -13,12 +13,25 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
-    *("ROOT", "anchors", "beside", "headings", "links", "outside", "prose", "relinked", "source_page", "target"),
+    *(
+        "ROOT",
+        "anchors",
+        "beside",
+        "headings",
+        "links",
+        "outside",
+        "prose",
+        "relinked",
+        "source_page",
+        "target",
+        "with_code",
+    ),
 ]
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
 FENCE = re.compile(r"^\s*(```+|~~~+)")
+INCLUDED = re.compile(r"^<!-- code: (\S+) -->$", re.MULTILINE)
 CODE = re.compile(r"(`+).+?\1")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sh": "sh"}
 MOST_LINES = 1500
@@ -136,10 +149,21 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in every if not {"__pycache__", "runs"} & set(path.parts)]
 
 
+def with_code(markdown: str) -> str:
+    """``markdown`` with the file in place of each line ``<!-- code: PATH -->``, which hosts hide.
+
+    Raises ``FileNotFoundError`` where there is no such file.
+    """
+    return INCLUDED.sub(lambda found: _fenced(ROOT / found[1]), markdown)
+
+
 def _as_code(file: Path, heading: str) -> str:
-    path, code = file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
-    lines = code.splitlines()[:MOST_LINES]
-    return "\n".join([f"\n{heading}{path}\n", f"````{LANGUAGES.get(file.suffix, 'text')}", *lines, "````", ""])
+    return f"\n{heading}{file.relative_to(ROOT).as_posix()}\n\n{_fenced(file)}\n"
+
+
+def _fenced(file: Path) -> str:
+    lines = file.read_text(encoding="utf-8").splitlines()[:MOST_LINES]
+    return "\n".join([f"````{LANGUAGES.get(file.suffix, 'text')}", *lines, "````"])
 
 
 def headings(markdown: str) -> list[str]:

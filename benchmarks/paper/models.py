@@ -25,7 +25,7 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.core.predict.balance import even_balance
 from asyncpipe.ops.model.skip_layout import skip_layout
 from asyncpipe.ops.model.skips import SkipStore, use_skips
-from benchmarks.examples import load_example
+from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.paper.figures import AMOEBANET, BARE_UNET, SEQUENTIAL_AMOEBANET, UNET
 from benchmarks.unet.model import make_model
 
@@ -91,12 +91,12 @@ class SplitModel:
 
 
 def paper_model(name: str) -> LayeredModel:
-    """``UNET`` or ``AMOEBANET``, at the paper's size. Raises ``OptionError`` where the examples are not there."""
+    """``UNET`` or ``AMOEBANET``, at the paper's size."""
     with torch.device("meta"):
         if name == UNET:
             return count_layers(make_model(5, 5, 64), torch.empty(1, 3, 192, 192), 1 / BARE_UNET / 3)
         assert name == AMOEBANET
-        model: nn.Sequential = load_example("amoebanet").amoebanetd(1000, num_layers=18, num_filters=256)
+        model = amoebanetd(1000, num_layers=18, num_filters=256)
         return count_layers(model, torch.empty(1, 3, 224, 224), 1 / SEQUENTIAL_AMOEBANET / 4)
 
 

@@ -1,4 +1,4 @@
-"""The model of the U-Net benchmarks: the U-Net of the examples, with the layers that the paper's authors used."""
+"""The model of the U-Net benchmarks: that of ``benchmarks.models``, with the layers that the paper's authors used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.ops.device.devices import Device
-from benchmarks.examples import load_example
+from benchmarks.models.unet import unet
 
 __all__ = ["loss_fn", "make_batch", "make_model", "parameter_count"]
 
@@ -18,9 +18,9 @@ loss_fn = nn.functional.binary_cross_entropy_with_logits
 def make_model(depth: int, convs: int, channels: int) -> nn.Sequential:
     """The U-Net (``convs``, ``channels``), or (B, C) in the paper, of ``depth`` levels; pictures in three colours.
 
-    It is made on torch's default device. Raises ``OptionError`` if the example is not there.
+    It is made on torch's default device.
     """
-    model: nn.Sequential = load_example("unet").unet(depth, convs, channels, input_channels=3, output_channels=1)
+    model = unet(depth, convs, channels, input_channels=3, output_channels=1)
     for position, layer in enumerate(model):
         if isinstance(layer, nn.Sequential):
             convolution = layer[0]

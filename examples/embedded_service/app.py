@@ -2,8 +2,7 @@
 
     uvicorn --factory --app-dir examples/embedded_service --timeout-graceful-shutdown 5 app:application
 
-Then open http://127.0.0.1:8000/. The application keeps its loop, its signals and its routes; training has a loop and
-threads of its own. The service's pages and API are mounted at ``/training/``.
+Then open http://127.0.0.1:8000/. The service's pages and API are mounted at ``/training/``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, HTTPException, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi import FastAPI, Header, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from asyncpipe import TrainingService
 from asyncpipe.service.http import make_api
@@ -22,8 +21,8 @@ from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.job_store import UnknownJobError
 from asyncpipe.service.submission.submission import SubmissionError
 
-HERE = Path(__file__).parent
-
+Key = Annotated[str | None, Header()]
+CHARLM = Path(__file__).parents[1] / "charlm"
 JOB: dict[str, Any] = {
     "name": "language-model",
     "entry": "charlm:build",
@@ -45,48 +44,36 @@ def make_app(settings: ServiceSettings) -> FastAPI:
             yield
 
     app = FastAPI(title="An application that trains", lifespan=lifespan)
-    app.state.service = service
     app.mount("/training", training)
-    app.get("/", response_class=HTMLResponse)(hello)
-    app.post("/models", status_code=201)(train)
-    app.get("/models/{job}")(progress)
-    return app
 
+    @app.get("/", response_class=HTMLResponse)
+    async def hello() -> str:
+        return f'<p>Hello! {service.status().running} models are in training: <a href="training/">watch them</a>.</p>'
 
-async def hello(request: Request) -> str:
-    """The application's own page."""
-    status = request.app.state.service.status()
-    return f'<p>Hello! {status.running} models are in training: <a href="training/">watch them</a>.</p>'
+    @app.post("/models", status_code=201)
+    async def train(response: Response, idempotency_key: Key = None, steps: int = 200) -> dict[str, Any]:
+        """Train a model for ``steps`` steps; a request with the same ``Idempotency-Key`` trains no second model."""
+        job = {**JOB, "training": {**JOB["training"], "steps": steps}}
+        record, is_new = await service.submit(job, idempotency_key)
+        response.status_code = 201 if is_new else 200
+        return {"id": record.id, "state": record.state}
 
-
-async def train(
-    request: Request, response: Response, steps: int = 200, idempotency_key: Annotated[str | None, Header()] = None
-) -> dict[str, Any]:
-    """Train a model for ``steps`` steps; a request with the same ``Idempotency-Key`` trains no second model."""
-    job = {**JOB, "training": {**JOB["training"], "steps": steps}}
-    try:
-        record, is_new = await request.app.state.service.submit(job, idempotency_key)
-    except SubmissionError as error:
-        raise HTTPException(422, str(error)) from error
-    response.status_code = 201 if is_new else 200
-    return {"id": record.id, "state": record.state}
-
-
-async def progress(request: Request, job: str) -> dict[str, Any]:
-    """The progress of a model."""
-    service: TrainingService = request.app.state.service
-    try:
+    @app.get("/models/{job}")
+    async def progress(job: str) -> dict[str, Any]:
         record = await service.get(job)
-    except UnknownJobError as error:
-        raise HTTPException(404, str(error)) from error
-    losses = await service.losses(job, after=max(0, record.step - 1))
-    last = {"step": losses[-1].step, "loss": losses[-1].loss} if losses else {"step": 0, "loss": None}
-    return {"state": record.state, **last}
+        losses = await service.losses(job, after=max(0, record.step - 1))
+        last = {"step": losses[-1].step, "loss": losses[-1].loss} if losses else {"step": 0, "loss": None}
+        return {"state": record.state, **last}
+
+    @app.exception_handler(SubmissionError)
+    @app.exception_handler(UnknownJobError)
+    async def refuse(_: Request, error: Exception) -> Response:
+        return PlainTextResponse(str(error), 422 if isinstance(error, SubmissionError) else 404)
+
+    return app
 
 
 def application() -> FastAPI:
     """What uvicorn serves; its files are in ``runs/embedded``."""
-    settings = ServiceSettings(
-        devices=["cpu:0", "cpu:1"], entries=["charlm:build"], entry_path=HERE.parent / "charlm", folder="runs/embedded"
-    )
-    return make_app(settings)
+    folder, devices = "runs/embedded", ["cpu:0", "cpu:1"]
+    return make_app(ServiceSettings(devices=devices, entries=["charlm:build"], entry_path=CHARLM, folder=folder))

@@ -51,7 +51,12 @@ def test_what_the_builder_sees_is_what_the_dockerfile_copies(image, ignored):
     seen = {path.name for path in ROOT.iterdir() if not ignored(path.name)}
     assert seen == {source for source in sources if "/" not in source}
     assert {path.name for path in DOCKER.iterdir() if not ignored(f"docker/{path.name}")} == {"requirements.py"}
-    for path in (".git/config", ".venv/bin/python", "asyncpipe/core/__pycache__/task.pyc", "examples/unet/runs/t.json"):
+    for path in (
+        ".git/config",
+        ".venv/bin/python",
+        "asyncpipe/core/__pycache__/task.pyc",
+        "examples/vision/runs/t.pt",
+    ):
         assert ignored(path), path
 
 

@@ -1,146 +1,114 @@
-"""The models of the examples, tiny and in float64: gradients of the unsplit model, however they are trained."""
+"""The seven examples: how large they may be, and that the small ones compute what the unsplit model computes."""
 
 from __future__ import annotations
 
-import itertools
+import os
+import re
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from asyncpipe import Pipeline
-from asyncpipe.core.kinds import TaskKind
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-MODES = ("always", "except_last", "never")
-mse = nn.functional.mse_loss
-
-
-def load(name: str) -> ModuleType:
-    folder = str(EXAMPLES / name)
-    sys.path.insert(0, folder)
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(folder)
-        sys.modules.pop(name, None)
-
-
-def charlm() -> tuple[nn.Sequential, Tensor]:
-    workload = load("charlm").build(width=16, heads=2, blocks=2, context=8, max_bytes=50_000, dropout=0.0)
-    return workload.model, next(workload.batches(7, torch.Generator().manual_seed(0)))[0]
-
-
-def unet(**options: Any) -> tuple[nn.Sequential, Tensor]:
-    return load("unet").unet(depth=3, num_convs=1, base_channels=4, **options), torch.randn(7, 3, 16, 16)
-
-
-def amoebanet() -> tuple[nn.Sequential, Tensor]:
-    # In evaluation of its norms: in training mode they normalise each micro-batch, which a whole batch does not.
-    return load("amoebanet").amoebanetd(num_layers=3, num_filters=8), torch.randn(7, 3, 16, 16)
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {
-    "charlm": charlm,
-    "unet": lambda: unet(norm=False),
-    "unet without portals": lambda: unet(norm=False, portals=False),
-    "unet with norms": unet,
-    "amoebanet": amoebanet,
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SEVEN = {
+    *("custom_schedule", "deadline_policy", "embedded_service", "finetune"),
+    *("first_steps", "replicas_on_hosts", "vision"),
 }
+TRAINED = "charlm"
+"""What ``make train`` trains: a job and its model, which is no example."""
 
 
-def make(name: str) -> tuple[nn.Sequential, Tensor]:
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES / name))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    return module
+
+
+def test_there_are_seven_of_at_most_eighty_lines():
+    folders = {path.parent.relative_to(EXAMPLES).parts[0] for path in EXAMPLES.rglob("*.py")}
+    assert folders == SEVEN | {TRAINED}
+    lines = {
+        name: sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (EXAMPLES / name).rglob("*.py"))
+        for name in SEVEN
+    }
+    assert {name: count for name, count in lines.items() if count > 80} == {}
+
+
+def test_the_page_has_all_of_them():
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\[`examples/(\w+)`\]\(\.\./examples/\w+\)$", page, re.MULTILINE)) == SEVEN
+    assert {path.split("/")[1] for path in re.findall(r"^<!-- code: (\S+) -->$", page, re.MULTILINE)} == SEVEN
+
+
+def test_first_steps_train_as_the_unsplit_model_does(monkeypatch, capsys):
+    example = loaded("first_steps", monkeypatch)
+    losses = example.main(steps=8)
+    assert "F forward, R recompute, B backward" in capsys.readouterr().out
     torch.manual_seed(0)
-    model, x = MODELS[name]()
-    for layer in model.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.eval()
-    return model.double(), x.double() if x.is_floating_point() else x
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
+    assert losses == pytest.approx([unsplit_step(model, optimizer, *batch) for batch in example.batches(8)], abs=1e-5)
 
 
-def balance(layers: int, stages: int) -> list[int]:
-    return [layers // stages + (k < layers % stages) for k in range(stages)]
+def unsplit_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, target: torch.Tensor) -> float:
+    loss = nn.functional.cross_entropy(model(x), target)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_equal_to_the_unsplit_model(name: str, stages: int) -> None:
-    bare, x = make(name)
-    expected = bare(x)
-    target = torch.randn_like(expected)
-    mse(expected, target).backward()
-    for mode, schedule in itertools.product(MODES, ("gpipe", "1f1b")):
-        model, _ = make(name)
-        devices = [f"cpu:{k}" for k in range(stages)]
-        with Pipeline(
-            model,
-            devices,
-            microbatches=3,
-            balance=balance(len(model), stages),
-            schedule=schedule,
-            checkpoint=mode,
-            loss_fn=mse,
-        ).sync() as pipe:
-            outputs = pipe.step(x, target).outputs
-            assert (outputs - expected).abs().max() < 1e-10, (mode, schedule)
-            check(model, bare)
-            if schedule == "gpipe":  # Of a call, all forwards come first in any schedule.
-                output = pipe(x)
-                mse(output, target).backward()
-                assert (output - expected).abs().max() < 1e-10, mode
-                check(model, bare)
+def test_the_vision_model_trains_as_the_unsplit_one_does(monkeypatch, tmp_path):
+    for needed in ("sklearn", "torchvision"):
+        pytest.importorskip(needed)
+    example = loaded("vision", monkeypatch)
+    monkeypatch.setattr(example, "HELD_OUT", 1597)  # 200 images to train with
+    losses, (accuracy,) = example.main(tmp_path, epochs=1)
+    images, labels = example.digits()
+    model = example.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    wanted = []
+    for chosen in torch.randperm(200, generator=torch.Generator().manual_seed(0)).split(64):
+        loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, abs=1e-4)
+    saved = example.make_model()
+    saved.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    right = (saved.eval()(images[-1597:]).argmax(dim=1) == labels[-1597:]).float().mean().item()
+    assert accuracy == pytest.approx(right, abs=2e-3)
 
 
-def check(model: nn.Module, bare: nn.Module) -> None:
-    """The gradients are equal; drops the model's own."""
-    for (key, ours), theirs in zip(model.named_parameters(), bare.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), key
-        assert theirs.grad is None or (ours.grad - theirs.grad).abs().max() < 1e-10, key
-        ours.grad = None
-
-
-# Copies of a U-Net over four devices
-
-
-def copies(model: nn.Sequential, x: Tensor, sizes: list[int]) -> tuple[dict[tuple[int, int], int], int]:
-    """How often each pair of stages copies, and the bytes of all copies, in one training step."""
-    devices = [f"cpu:{k}" for k in range(4)]
-    with Pipeline(
-        model, devices, microbatches=2, balance=sizes, checkpoint="never", loss_fn=lambda y: y.square().mean()
-    ).sync() as pipe:
-        record = pipe.step(x).wait().record
-    graph, moved = record.graph, sum(record.notes.copied.values())
-    found: dict[tuple[int, int], int] = {}
-    for task in graph.tasks:
-        if task.kind is TaskKind.COPY:
-            assert task.source is not None
-            found[task.source, task.stage] = found.get((task.source, task.stage), 0) + 1
-    return found, moved
-
-
-def test_each_skip_is_copied_once_in_each_direction_to_its_user_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Depth 3 over four stages: two encoder stages stash, and two decoder stages pop, so skips jump stages."""
-    model, x = make("unet")
-    without, _ = make("unet without portals")
-    kinds = [type(layer).__name__ for layer in model]
-    keeps, joins = ([k for k, kind in enumerate(kinds) if kind == name] for name in ("Keep", "Join"))
-    # Stage 0 stashes the two outer skips, stage 1 the inner one; stage 2 pops the inner one, stage 3 the outer two.
-    ends = [keeps[1] + 1, keeps[2] + 2, joins[0] + 1, len(model)]
-    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    found, moved = copies(model, x, sizes)
-    borders = {(0, 1), (1, 2), (2, 3)}
-    skips = {(0, 3)}
-    both_ways = {pair for ends in borders | skips for pair in (ends, ends[::-1])}
-    assert found == dict.fromkeys(both_ways, 2), "one copy a micro-batch, link and direction"
-    found_without, moved_without = copies(without, x, sizes)
-    assert set(found_without) == {pair for ends in borders for pair in (ends, ends[::-1])}
-    # Forward and backward: each skip's bytes once, against once a border that it crosses (the outer ones cross three).
-    outer = sum(2 * 7 * 4 * 2**level * (16 // 2**level) ** 2 * 8 for level in (0, 1))
-    assert moved_without - moved == 2 * outer
-    with capsys.disabled():
-        print(f"\nU-Net over 4 devices: {moved:,} bytes copied, {moved_without:,} without portals")
+@pytest.mark.timeout(120)
+def test_replicas_on_hosts_train_as_the_unsplit_model_does(monkeypatch, tmp_path):
+    """By torchrun, as a person starts them: a controller and the agents of two hosts, all on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", str(port)]
+    script = str(EXAMPLES / "replicas_on_hosts" / "replicas_on_hosts.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *torchrun, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    example = loaded("replicas_on_hosts", monkeypatch)
+    model = example.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wanted = [unsplit_step(model, optimizer, *batch) for batch in example.batches(20)]
+    assert [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)] == pytest.approx(
+        wanted, abs=1e-4
+    )
+    for name, value in torch.load(tmp_path / "weights.pt").items():
+        torch.testing.assert_close(value, model.state_dict()[name], atol=1e-4, rtol=0)

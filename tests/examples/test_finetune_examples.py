@@ -1,4 +1,4 @@
-"""The scripts of ``examples/finetune``: six lines at most make a pipeline of a plain script, and the losses stay."""
+"""The scripts of ``docs/language-models.md``: six lines at most make a pipeline of each, and the losses stay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ for needed in ("transformers", "accelerate", "datasets", "trl"):
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "finetune"
+FOLDER = Path(__file__).parent / "finetune"
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -23,6 +23,7 @@ from website.pages import (
     relinked,
     source_page,
     target,
+    with_code,
 )
 
 DOCS = ROOT / "docs"
@@ -78,6 +79,14 @@ def test_an_example_is_shown_with_its_files():
     page = source_page("examples/charlm/README.md")
     assert "## examples/charlm/charlm.toml" in page
     assert "def build(" in page
+
+
+def test_a_page_has_the_code_of_a_file_where_it_names_it():
+    path = "examples/deadline_policy/deadline_policy.py"
+    shown = with_code(f"Before.\n\n<!-- code: {path} -->\n\nAfter.\n")
+    assert shown == f"Before.\n\n````python\n{text(path)}````\n\nAfter.\n"
+    with pytest.raises(FileNotFoundError):
+        with_code("<!-- code: examples/nothing.py -->")
 
 
 def test_the_reference_shows_every_public_name(tmp_path: Path):

@@ -1,54 +1,30 @@
-"""The AmoebaNet-D example: the papers' model, pairs from cell to cell, and digits as a job."""
+"""The AmoebaNet-D of the benchmarks: the papers' model, and pairs from cell to cell."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from asyncpipe.errors import OptionError
-from asyncpipe.train.entry import find_entry
-from asyncpipe.train.job_file import load_job
-from asyncpipe.train.progress import ProgressSink, StepProgress
-from asyncpipe.train.training_run import TrainingRun
-
-AMOEBANET = Path(__file__).parents[2] / "examples" / "amoebanet"
-
-
-@pytest.fixture(scope="module")
-def amoebanet() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(AMOEBANET))
-    try:
-        import amoebanet
-
-        # Job files find the same module again.
-        yield amoebanet
-    finally:
-        sys.path.remove(str(AMOEBANET))
-        sys.modules.pop("amoebanet", None)
-
-
-# The model
+from benchmarks.models import amoebanet
+from benchmarks.models.amoebanet import amoebanetd
 
 
 @pytest.mark.parametrize(
     ("num_layers", "num_filters", "millions"),
     [(18, 208, 81.5), (18, 416, 319.0), (18, 544, 542.7), (36, 544, 1060), (72, 512, 1840)],
 )
-def test_there_are_as_many_parameters_as_the_papers_count(amoebanet, num_layers, num_filters, millions):
+def test_there_are_as_many_parameters_as_the_papers_count(num_layers, num_filters, millions):
     with torch.device("meta"):
-        model = amoebanet.amoebanetd(1000, num_layers, num_filters)
+        model = amoebanetd(1000, num_layers, num_filters)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
 
 
-def test_a_cell_makes_the_next_pair_of_its_output_and_the_newest_input(amoebanet):
-    model = amoebanet.amoebanetd(10, 3, 16, input_channels=1, stem_reductions=1)
+def test_a_cell_makes_the_next_pair_of_its_output_and_the_newest_input():
+    model = amoebanetd(10, 3, 16, input_channels=1, stem_reductions=1)
     values = [torch.randn(2, 1, 32, 32)]
     for layer in model:
         values.append(layer(values[-1]))
@@ -82,7 +58,7 @@ class Times(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "joined"), [("NORMAL", [1, 16, 11, 1836]), ("REDUCTION", [33, 207, 277])])
-def test_a_cell_is_wired_as_evolution_found(amoebanet, kind, joined):
+def test_a_cell_is_wired_as_evolution_found(kind, joined):
     cell = amoebanet.Cell(getattr(amoebanet, kind), 4, 4, 4, False)
     cell.fit_newest = cell.fit_previous = nn.Identity()
     for position in range(10):
@@ -103,34 +79,6 @@ def test_a_cell_is_wired_as_evolution_found(amoebanet, kind, joined):
         ({"stem_reductions": -1}, "stem_reductions must be at least 0, got -1"),
     ],
 )
-def test_sizes_that_cannot_be_divided_are_turned_down(amoebanet, sizes, message):
+def test_sizes_that_cannot_be_divided_are_turned_down(sizes, message):
     with pytest.raises(OptionError, match=message):
-        amoebanet.amoebanetd(**sizes)
-
-
-# As a job
-
-
-class Losses(ProgressSink):
-    """Keeps the loss of every step."""
-
-    def __init__(self) -> None:
-        self.of: list[float] = []
-
-    def stepped(self, progress: StepProgress) -> None:
-        self.of.append(progress.loss)
-
-
-@pytest.mark.usefixtures("amoebanet")
-async def test_the_job_learns_and_shows_it():
-    job = load_job(AMOEBANET / "amoebanet.toml")
-    parameters = {"num_layers": 3, "num_filters": 8, "stem_reductions": 0, "size": 16, "noise": 0.1}
-    job = job.override("job", parameters=parameters).override("training", steps=20, batch_size=32, warmup_steps=3)
-    job = job.model_copy(update={"observe": type(job.observe)()})
-    losses = Losses()
-    summary = await TrainingRun(job, find_entry(job), progress=losses).run()
-    assert len(losses.of) == 20
-    assert sum(losses.of[-5:]) < 0.8 * sum(losses.of[:5])
-    assert summary.evaluation is not None
-    assert summary.sample is not None
-    assert " of 360 digits that it has not seen told right" in summary.sample
+        amoebanetd(**sizes)

@@ -8,7 +8,7 @@ add up what they have by an all-reduce inside the block. What passes from stage 
                 └──────┼─────────────▶ ┘      │                 ▶ edges of the pipeline
                        └────────────────────▶ ┘
 
-``python examples/tensor_parallel/tensor_parallel.py`` trains it, and the same model unsplit, and prints both losses.
+``python -m tests.campaigns.tensor_parallel`` trains it, and the same model unsplit, and prints both losses.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt2 import MICROBATCHES, Case, Found
-
 # begin
 from asyncpipe import Pipeline, from_transformers
+from benchmarks.gpt2_peers.gpt2 import MICROBATCHES, Case, Found
 
 
 def pipeline(model: Any, batch: Any, **options: Any) -> Pipeline:

@@ -2,8 +2,8 @@
 
 ::
 
-    python examples/gpt2_peers/compare.py                # what each makes of each case, and lines of code
-    python examples/gpt2_peers/compare.py --times 11     # steps that take turns: medians and quartiles
+    python -m benchmarks.gpt2_peers.compare                # what each makes of each case, and lines of code
+    python -m benchmarks.gpt2_peers.compare --times 11     # steps that take turns: medians and quartiles
 
 torch and accelerate run in two processes over gloo, which this one starts; asyncpipe on two threads, and for the times
 also in two worker processes. Everyone computes with one thread for each device.
@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,14 +26,13 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import FileStore
+
+from benchmarks.gpt2_peers.gpt2 import CASES, MICROBATCHES, TIMED, Case, Found, verdict, wanted
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import torch  # noqa: E402
-from gpt2 import CASES, MICROBATCHES, TIMED, Case, Found, verdict, wanted  # noqa: E402
-from torch import distributed  # noqa: E402
-from torch._C._distributed_c10d import FileStore  # noqa: E402
-
 TOKENS, SAMPLES = 64, 16
 PATIENCE = 60.0
 """Seconds in which both ranks must have answered."""
@@ -72,7 +71,9 @@ def compared(chosen: str = "") -> Iterator[str]:
 def _lines(program: str) -> int:
     """Lines of code between the marks of a program, without blank ones and docstrings."""
     text = (HERE / program).read_text(encoding="utf-8").split("# begin\n")[1].split("# end\n")[0]
-    return sum(bool(line.strip()) and not line.strip().startswith(('"""', "from gpt2")) for line in text.splitlines())
+    return sum(
+        bool(line.strip()) and not line.strip().startswith(('"""', "from benchmarks")) for line in text.splitlines()
+    )
 
 
 def _outcome(check: Callable[[], Found], case: Case) -> str:
@@ -84,7 +85,7 @@ def _outcome(check: Callable[[], Found], case: Case) -> str:
 
 
 def _by_asyncpipe(case: Case) -> str:
-    from with_asyncpipe import check
+    from benchmarks.gpt2_peers.with_asyncpipe import check
 
     return _outcome(lambda: check(case), case)
 
@@ -171,7 +172,7 @@ def _serve(program: str, folder: str, rank: int, connection: Connection[Any, Any
     warnings.simplefilter("ignore")
     with suppress(EOFError):
         try:
-            module = __import__(program)
+            module = import_module(f"{__package__}.{program}")
             if program == "with_torch":
                 module.meet((Path(folder) / "store").as_uri(), rank)
             else:
@@ -260,7 +261,7 @@ def _loop() -> Callable[[], float]:
 
 @contextmanager
 def _by_pipeline(workers: str) -> Iterator[Callable[[], float]]:
-    from with_asyncpipe import pipeline
+    from benchmarks.gpt2_peers.with_asyncpipe import pipeline
 
     model, batch = _timed_case()
     # Gradients of workers stay there, with an optimizer that does not update, and add up.

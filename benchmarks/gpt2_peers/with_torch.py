@@ -7,10 +7,11 @@ from typing import Any
 
 # begin
 import torch
-from gpt2 import MICROBATCHES, Case, Found
 from torch import Tensor, distributed
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.nn.functional import cross_entropy
+
+from benchmarks.gpt2_peers.gpt2 import MICROBATCHES, Case, Found
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:

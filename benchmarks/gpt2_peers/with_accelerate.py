@@ -7,7 +7,8 @@ from typing import Any
 # begin
 import torch
 from accelerate import PartialState, prepare_pippy
-from gpt2 import MICROBATCHES, Case, Found, wanted
+
+from benchmarks.gpt2_peers.gpt2 import MICROBATCHES, Case, Found, wanted
 
 
 def prepared(model: Any, batch: Any) -> Any:

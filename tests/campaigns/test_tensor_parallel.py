@@ -1,4 +1,4 @@
-"""The example of tensor parallelism inside a stage computes what the unsplit model computes."""
+"""The campaign of tensor parallelism inside a stage computes what the unsplit model computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_parallel" / "tensor_parallel.py"
+PROGRAM = Path(__file__).parent / "tensor_parallel.py"
 
 
 @pytest.mark.promise(
@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_parallel" / "tensor_p
 @pytest.mark.long
 @pytest.mark.timeout(120)
 def test_losses_and_weights_are_those_of_the_unsplit_model() -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     *steps, apart = done.stdout.splitlines()
     assert len(steps) == 5

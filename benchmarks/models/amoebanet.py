@@ -1,63 +1,29 @@
-"""AmoebaNet-D on handwritten digits: the workload of ``amoebanet.toml``.
+"""AmoebaNet-D, which the GPipe and torchgpipe papers scale up, for benchmarks and tests.
 
-The architecture was found by evolution (Real et al. 2018, arXiv 1802.01548) and is the one that the GPipe and
-torchgpipe papers scale up (arXiv 1811.06965 and 2004.09910), there written AmoebaNet-D (L, D): L normal cells, D
-filters. A cell reads the outputs of the two cells before it, so what travels from layer to layer is a pair::
+The architecture was found by evolution (Real et al. 2018, arXiv 1802.01548); the papers (arXiv 1811.06965 and
+2004.09910) write it AmoebaNet-D (L, D): L normal cells, D filters. A cell reads the outputs of the two cells before it,
+so what travels from layer to layer is a pair::
 
     Stem ─▶ [reductions] ─▶ L/3 normal ─▶ reduction ─▶ L/3 normal ─▶ reduction ─▶ L/3 normal ─▶ Classifier
 
     (newest, previous) ──▶ cell ──▶ (its output, newest)
-
-The images are scikit-learn's handwritten digits, which come with its package: nothing is downloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from asyncpipe.errors import OptionError
-from asyncpipe.train.workload import Batch, Forward, Workload
+
+__all__ = ["amoebanetd"]
 
 Pair = tuple[Tensor, Tensor]
 """The newest output of a cell, and the one before it."""
-
-DIGIT = 8
-"""Pixels of the side of scikit-learn's digits."""
-
-
-def build(
-    *,
-    num_layers: int = 3,
-    num_filters: int = 16,
-    stem_reductions: int = 0,
-    size: int = 32,
-    noise: float = 0.1,
-) -> Workload:
-    """The workload: an AmoebaNet-D that tells which of the ten digits an image shows.
-
-    ``size`` is the side in pixels that the digits of 8 by 8 are enlarged to, ``noise`` the standard deviation of
-    what is added to brightnesses of 0 to 1. The other parameters are those of ``amoebanetd``.
-    """
-    if size < DIGIT:
-        raise OptionError(f"size must be at least {DIGIT}, got {size}")
-    training, held_out = (Digits(*digits, size, noise) for digits in split_digits())
-    return Workload(
-        model=amoebanetd(10, num_layers, num_filters, input_channels=1, stem_reductions=stem_reductions),
-        loss_fn=functional.cross_entropy,
-        batches=training.batches,
-        memoryless=True,
-        held_out=lambda batch_size: held_out.all(batch_size),
-        sample=lambda forward: describe(forward, held_out.all(60)),
-    )
-
-
-# The model
 
 
 def amoebanetd(
@@ -262,70 +228,3 @@ REDUCTION = CellKind(
     ),
     joined=(4, 5, 6),
 )
-
-
-# The images
-
-
-def split_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training and held-out digits: images (count, 8, 8) of 0 to 1, and their labels (count,).
-
-    The last fifth is held out. Raises ``OptionError`` where scikit-learn is not installed.
-    """
-    try:
-        load_digits = import_module("sklearn.datasets").load_digits
-    except ModuleNotFoundError as error:
-        raise OptionError("the digits need scikit-learn, which is not installed: pip install scikit-learn") from error
-    digits = load_digits()
-    images, labels = torch.from_numpy(digits.images).float() / 16, torch.from_numpy(digits.target).long()
-    border = len(images) * 4 // 5
-    return (images[:border], labels[:border]), (images[border:], labels[border:])
-
-
-class Digits:
-    """Enlarged digits, and their labels."""
-
-    def __init__(self, images: Tensor, labels: Tensor, size: int, noise: float) -> None:
-        self._images = functional.interpolate(images[:, None], (size, size), mode="bilinear", align_corners=False)
-        self._labels = labels
-        self._noise = noise
-
-    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
-        """Endless batches of images (batch, 1, size, size) and labels (batch,), drawn at random."""
-        while True:
-            which = torch.randint(len(self._images), (batch_size,), generator=generator)
-            yield self._noisy(which, generator)
-
-    def all(self, batch_size: int) -> list[Batch]:
-        """Every digit once, the same each time."""
-        generator = Generator().manual_seed(0)
-        return [self._noisy(which, generator) for which in torch.split(torch.arange(len(self._images)), batch_size)]
-
-    def _noisy(self, which: Tensor, generator: Generator) -> Batch:
-        images = self._images[which]
-        return images + self._noise * torch.randn(images.shape, generator=generator), self._labels[which]
-
-
-# What it has learned
-
-
-async def describe(forward: Forward, batches: Sequence[Batch], shown: int = 5) -> str:
-    """How many of ``batches`` are told right, and the first few with what they were taken for."""
-    predicted = torch.cat([(await forward(images)).cpu().argmax(1) for images, _ in batches])
-    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    right = int((predicted == labels).sum())
-    pictures = [sketch(image[0]) for image in images[:shown]]
-    titles = [
-        f"{label} taken for {guess}".ljust(len(pictures[0][0]))
-        for label, guess in zip(labels[:shown].tolist(), predicted[:shown].tolist(), strict=True)
-    ]
-    lines = ["  ".join(row).rstrip() for row in (titles, *zip(*pictures, strict=True))]
-    count = f"{right} of {len(labels)} digits that it has not seen told right, {right / len(labels):.1%}"
-    return "\n".join((count, *lines))
-
-
-def sketch(image: Tensor) -> list[str]:
-    """``image`` (height, width), of 0 to 1, in ASCII, 8 lines of 16: letters are twice as high as wide."""
-    shades = " .:-=+*#%@"
-    rows = functional.adaptive_avg_pool2d(image[None], (DIGIT, 2 * DIGIT))[0].clamp(0, 1)
-    return ["".join(shades[round(value * (len(shades) - 1))] for value in row) for row in rows.tolist()]

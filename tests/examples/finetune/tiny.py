@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer, DataCollatorForLanguageModeling, LlamaConfig, LlamaForCausalLM, set_seed
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 tokenizer = ByT5Tokenizer()
 
 

@@ -1,0 +1,1 @@
+"""Models that benchmarks and tests use: those of the papers."""
