@@ -29,7 +29,6 @@ from types import SimpleNamespace
 
 import torch
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_flatten, tree_map
 
 from asyncpipe.ops.device import devices
 
@@ -80,8 +79,12 @@ def reset() -> None:
         strays.clear()
         forget_peak()
         views.clear()
+        # All kernels are over, so nobody needs to know of those of other streams; else clocks grow from test to test.
+        for memory in _memories.values():
+            memory.writes.clear()
+            memory.reads.clear()
         for each in list(_all_streams):
-            _join(_state.host, each.clock)
+            each.clock = {each: each.clock.get(each, 0)}
             each.freed.clear()
             each.ends = 0.0
 
@@ -496,6 +499,19 @@ def _memory_of(tensor):
     return _memories[_keys[_storage(tensor)]]
 
 
+def _leaves(value):
+    """The tensors and numbers in the arguments of an operator; torch's own walk takes longer than a kernel."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _mapped(function, value):
+    return type(value)(_mapped(function, each) for each in value) if type(value) in (list, tuple) else function(value)
+
+
 def _kernel(op, *args, **kwargs):
     """Any operator with a tensor of the device among its arguments, or that makes one there."""
     name = op.name()
@@ -506,7 +522,7 @@ def _kernel(op, *args, **kwargs):
         views.append((threading.current_thread().name, current_stream()))
     if name == "aten::_copy_from":
         return _copy(*args, **kwargs)
-    flat = [leaf for leaf in tree_flatten((args, kwargs))[0] if _on_device(leaf)]
+    flat = [leaf for leaf in _leaves((args, tuple(kwargs.values()))) if _on_device(leaf)]
     if name == "aten::_local_scalar_dense":
         current_stream().synchronize()
     elif name == "aten::record_stream":
@@ -519,7 +535,10 @@ def _kernel(op, *args, **kwargs):
         written = _written(op, args, kwargs)
         same = {id(_inner(tensor)): tensor for tensor in flat}
         with torch.emu.default_generators[0].drawing(op):
-            out = op(*tree_map(_inner, _with_offset(name, args)), **tree_map(_inner, kwargs))
+            out = op(
+                *_mapped(_inner, _with_offset(name, args)),
+                **{key: _mapped(_inner, value) for key, value in kwargs.items()},
+            )
         counts = True
         if is_view and not out.is_contiguous():
             # torch sees tensors without gaps, so it would take the strides of a view of this view from those.
@@ -539,7 +558,7 @@ def _kernel(op, *args, **kwargs):
                 _memory_of(made).use(stream, number, name, value, write=True)
             return made
 
-        return tree_map(wrap, out)
+        return _mapped(wrap, out)
 
 
 def _with_offset(name, args):
@@ -555,7 +574,7 @@ def _written(op, args, kwargs):
     for k, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[k] if k < len(args) else None)
-            found += [leaf for leaf in tree_flatten(value)[0] if _on_device(leaf)]
+            found += [leaf for leaf in _leaves(value) if _on_device(leaf)]
     return found
 
 

@@ -85,12 +85,21 @@ def test_a_cpu_stage_waits_for_its_input_and_for_nothing_behind_it():
         assert not pipe.step(x * 1, TARGET).wait().loss.isnan()
 
 
+def count_on_device(target):
+    return torch.full((), len(target), device="emu:0")
+
+
 @pytest.mark.promise("GPUs", "A CPU stage waits for its input from an accelerator and for nothing queued behind it.")
-@pytest.mark.parametrize("inside", [False, True], ids=["after the step", "in the step"])
 @pytest.mark.parametrize(
-    "count", [len, lambda target: torch.full((), len(target), device="emu:0")], ids=["number", "tensor"]
+    ("devices", "count", "inside"),
+    [
+        (MIXED[0], count_on_device, False),
+        (MIXED[1], count_on_device, True),
+        (MIXED[1], len, False),
+        (TWO, count_on_device, False),
+        (TWO, len, True),
+    ],
 )
-@pytest.mark.parametrize("devices", [*MIXED, TWO], ids="-".join)
 def test_gradients_are_divided_by_the_count_once_that_is_there(devices, count, inside):
     model = layers()
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -67,24 +67,45 @@ def compared(devices, tolerance=1e-10, **options):
 @pytest.mark.promise(
     "GPUs", "Gradients that replicas add up on an accelerator are not overwritten before they are read."
 )
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("rows", "way"),
+    [
+        ("one device", "plain"),
+        ("one device", "shards on the host"),
+        ("one device", "counted by tensors in shards"),
+        ("one device", "clipped"),
+        ("first on the host", "shards"),
+        ("first on the host", "counted by tensors"),
+        ("mixed", "split backward"),
+        ("mixed", "counted by numbers"),
+        ("mixed", "clipped in shards on the host"),
+        ("three", "bfloat16"),
+        ("three", "shards"),
+    ],
+)
 def test_replicas_train_as_one_pipeline(rows, way):
     compared(ROWS[rows], 0.05 if way == "bfloat16" else 1e-10, **WAYS[way])
 
 
-@pytest.mark.parametrize("rows", ["one device", "mixed"])
 @pytest.mark.parametrize(
-    "options",
-    [{"hook": True}, {"update": lambda step: step != 1}, {"at_once": True}, {"at_once": True, "shard_optimizer": True}],
+    ("rows", "options"),
+    [
+        ("one device", {"hook": True}),
+        ("mixed", {"update": lambda step: step != 1}),
+        ("one device", {"at_once": True}),
+        ("mixed", {"at_once": True, "shard_optimizer": True}),
+    ],
     ids=["hook", "accumulated", "overlapping", "overlapping in shards"],
 )
 def test_what_a_step_may_have_besides(rows, options):
     compared(ROWS[rows], **options)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("loss_fn", [squares, *COUNTED.values()], ids=["plain", *COUNTED])
+@pytest.mark.parametrize(
+    ("rows", "loss_fn"),
+    [("one device", COUNTED["tensor"]), ("mixed", squares), ("first on the host", COUNTED["number"])],
+    ids=["counted by tensors", "plain", "counted by numbers"],
+)
 def test_an_optimizer_of_the_callers_own(rows, loss_fn):
     model = layers()
     devices = ROWS[rows]

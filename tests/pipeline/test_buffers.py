@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import each_value
 from torch import Tensor, nn
 
 import asyncpipe
@@ -149,8 +150,10 @@ def same(ours: nn.Module, theirs: nn.Module) -> None:
     "Right results", "Buffers that a forward changes have the values of the unsplit model after a step."
 )
 @pytest.mark.promise("Right results", "A buffer that is changed in place stays the same tensor, also if it is resized.")
-@pytest.mark.parametrize(("schedule", "mode"), [("gpipe", "always"), ("zb-h1", "except_last"), ("1f1b", "never")])
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+@each_value(
+    ("schedule, mode", [("gpipe", "always"), ("zb-h1", "except_last"), ("1f1b", "never")]),
+    ("make", [*LAYERS.values()]),
+)
 async def test_step(make: Callable[[], nn.Module], schedule: str, mode: str) -> None:
     whole = model(make)
     alone = bare(whole, steps=2)

@@ -405,6 +405,7 @@ def test_a_missing_compiler_and_deferred_batch_norms_are_refused(monkeypatch: py
         Pipeline(nn.Sequential(nn.Linear(2, 2)), ["cpu:0"], microbatches=1, compile=True)
 
 
+@pytest.mark.long
 def test_the_benchmark_compares_compiled_stages_with_those_that_are_not() -> None:
     model = {"layers": 1, "width": 8, "heads": 2, "vocabulary": 16, "checked_layers": 1}
     size = CompiledSize(**model, samples=2, tokens=4, shorter_tokens=3, microbatches=2, rounds=1)

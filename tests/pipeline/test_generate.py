@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import each_value
 from torch import nn
 
 import asyncpipe
@@ -48,18 +49,20 @@ def opened(name: str, balance: list[int], microbatches: int = 3, **options: Any)
 
 
 @pytest.mark.promise("Right results", "`pipe.generate` returns the tokens of the unsplit model.")
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize(
-    ("name", "balance", "options"),
-    [
-        ("GPT2LMHeadModel", [1, 2], {}),
-        ("LlamaForCausalLM", [1, 3, 1], {}),
-        ("Qwen2ForCausalLM", [1, 1, 1], {}),
-        ("Gemma2ForCausalLM", [2, 1], GEMMA),
-        ("T5ForConditionalGeneration", [2, 3, 1, 1], {}),
-        ("T5ForConditionalGeneration", [4, 3], {}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+@each_value(
+    ("search", [*SEARCHES]),
+    (
+        "name, balance, options",
+        [
+            ("GPT2LMHeadModel", [1, 2], {}),
+            ("LlamaForCausalLM", [1, 3, 1], {}),
+            ("Qwen2ForCausalLM", [1, 1, 1], {}),
+            ("Gemma2ForCausalLM", [2, 1], GEMMA),
+            ("T5ForConditionalGeneration", [2, 3, 1, 1], {}),
+            ("T5ForConditionalGeneration", [4, 3], {}),
+            ("Gemma2ForCausalLM", [2, 1], GEMMA),
+        ],
+    ),
 )
 def test_tokens_are_those_of_the_unsplit_model(name: str, balance: list[int], options: Any, search: str) -> None:
     """A search with beams goes on until all of its batch are over, so there it is the model's of each micro-batch."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import sys
 
 import pytest
 import torch
+from preloaded import Program
 from torch import nn
 from worker_helpers import SECONDS, is_there, until
 
@@ -18,6 +20,21 @@ from asyncpipe.ops.device.devices import Device, resolve_devices
 from asyncpipe.pipeline.workers import assign_workers, check_transport
 
 pytestmark = pytest.mark.timeout(120)
+PROGRAM = "import runpy; runpy.run_module('asyncpipe.worker', run_name='__main__', alter_sys=True)"
+
+
+class Worker:
+    """``python -m asyncpipe.worker``, which reads ``line``."""
+
+    def __init__(self, line):
+        reader, self.writer = os.pipe()
+        self.program = Program(PROGRAM, stdout=sys.stdout, stderr=sys.stderr, stdin=reader)
+        self.pid, self.kill = self.program.pid, self.program.kill
+        os.close(reader)
+        os.write(self.writer, line)
+
+    async def wait(self):
+        return await asyncio.to_thread(self.program.wait)
 
 
 class OverTcp:
@@ -26,7 +43,7 @@ class OverTcp:
     def __init__(self):
         self.planned: list[PlannedWorker] = []
         self.invited: list[Invitation] = []
-        self.processes: list[asyncio.subprocess.Process] = []
+        self.processes: list[Worker] = []
         self.closed = 0
 
     async def prepare(self, workers):
@@ -36,16 +53,15 @@ class OverTcp:
         return "127.0.0.1", 0
 
     async def start(self, invitation):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "asyncpipe.worker", stdin=asyncio.subprocess.PIPE
-        )
-        process.stdin.write(invitation.line())
+        process = Worker(invitation.line())
         self.invited.append(invitation)
         self.processes.append(process)
         return process
 
     async def close(self):
         self.closed += 1
+        for process in self.processes:
+            os.close(process.writer)
 
 
 async def train(devices, **options):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from samples import each_value
 from torch import nn
 
 from asyncpipe import Pipeline, pop, skippable, stash
@@ -16,7 +17,6 @@ from asyncpipe.core.kinds import TaskKind
 from asyncpipe.errors import OptionError, SharedParameterError, TaskError
 from asyncpipe.ops.execute.stage_files import StoredStages
 
-ROWS = (2, 3)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "backward-first")
 MOST = 2
 """Micro-batches of each replica."""
@@ -107,9 +107,7 @@ def assert_equal(one, other):
 
 
 @pytest.mark.promise("Right results", "Replicas train as one pipeline with all their micro-batches, within 1e-10.")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("replicas", ROWS)
-@pytest.mark.parametrize("optimizer", [momentum, None])
+@each_value(("schedule", SCHEDULES), ("replicas", [2, 2, 3, 3]), ("optimizer", [momentum, None]))
 async def test_replicas_train_as_one_pipeline_with_all_micro_batches(schedule, replicas, optimizer):
     microbatches = 4 if schedule in ("zbv", "interleaved") else MOST
     options = {"schedule": schedule, "optimizer": optimizer, "samples": 6 * replicas * microbatches - 1}
@@ -179,8 +177,7 @@ async def test_steps_of_replicas_overlap_with_the_same_bits():
 @pytest.mark.promise(
     "Right results", "A backward through several calls of a pipeline with replicas has the gradients of one pipeline."
 )
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("optimizer", [momentum, None])
+@each_value(("calls", [1, 2]), ("optimizer", [momentum, None]))
 def test_a_backward_of_the_callers_own_gathers_all_gradients(optimizer, calls):
     found = []
     for replicas in (1, 2):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import each_value
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,14 +71,11 @@ WAYS = [
     {"schedule": "1f1b", "workers": "processes"},
     {"schedule": "1f1b", "devices": [["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]], "microbatches": 2},
 ]
-NAMES = ["1f1b", "gpipe", "zb-h1", "interleaved", "processes", "replicas"]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=NAMES)
-@pytest.mark.parametrize(
-    "choice",
-    [{"checkpoint": "selective"}, {"checkpoint": "never", "recompute_layers": [0, "3"]}],
-    ids=["selective", "layers"],
+@each_value(
+    ("way", WAYS),
+    ("choice", [{"checkpoint": "selective"}, {"checkpoint": "never", "recompute_layers": [0, "3"]}]),
 )
 def test_bits_are_those_of_a_pipeline_that_keeps_everything(choice: dict[str, Any], way: dict[str, Any]) -> None:
     expected = trained(model(), checkpoint="never", **way)
@@ -147,9 +145,9 @@ def test_a_layer_is_called_once_more_where_it_is_named_and_others_are_not() -> N
     assert all("forward" not in vars(block) for block in blocks)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-@pytest.mark.parametrize(
-    "choice", [{"checkpoint": "selective"}, {"checkpoint": "never", "recompute_layers": [0, 2]}], ids=["ops", "layers"]
+@each_value(
+    ("name", ["LlamaForCausalLM", "GPT2LMHeadModel"]),
+    ("choice", [{"checkpoint": "selective"}, {"checkpoint": "never", "recompute_layers": [0, 2]}]),
 )
 def test_models_of_transformers_choose_as_well(name: str, choice: dict[str, Any]) -> None:
     pytest.importorskip("transformers")

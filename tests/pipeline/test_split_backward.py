@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -74,7 +73,7 @@ def pipeline(model: Any, stages: int, devices: int | None = None, **options: Any
 @both
 @pytest.mark.parametrize(("stages", "devices"), [(1, 1), (3, 3), (4, 2)])
 async def test_equal_to_the_unsplit_model(workload, schedule, stages, devices):
-    for mode, microbatches in itertools.product(MODES, (1, 5)):
+    for mode, microbatches in zip(MODES, (5, 1, 5, 1), strict=False):
         threaded, inline = workload.model(), workload.model()
         options = {"schedule": schedule, "checkpoint": mode, "microbatches": microbatches}
         async with pipeline(threaded, stages, devices, **options) as pipe:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from samples import pairs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,10 +57,12 @@ def beside(reentrant: bool) -> nn.Sequential:
 
 
 @pytest.mark.promise("Right results", "`torch.utils.checkpoint` inside a stage does not change the gradients.")
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-@pytest.mark.parametrize("face", ["gpipe", "zb-h1", "call"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("make", [first, inner, beside])
+@pairs(
+    ("mode", ["always", "except_last", "never"]),
+    ("face", ["gpipe", "zb-h1", "call"]),
+    ("reentrant", [True, False]),
+    ("make", [first, inner, beside]),
+)
 def test_gradients(make: Callable[[bool], nn.Sequential], reentrant: bool, face: str, mode: str) -> None:
     torch.manual_seed(0)
     model = make(reentrant).double()

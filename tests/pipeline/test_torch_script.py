@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from samples import pairs
 from torch import Tensor, nn
 
 import asyncpipe
@@ -71,10 +72,12 @@ def microbatch_by_microbatch(model: nn.Module, x: Tensor, target: Tensor) -> lis
 
 
 @pytest.mark.promise("Right results", "TorchScript modules are layers and stages like others, also in `GPipe`.")
-@kinds
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("face", ["step", "call"])
+@pairs(
+    ("make", [scripted, traced]),
+    ("checkpoint", ["always", "except_last", "never"]),
+    ("schedule", ["1f1b", "zb-h1"]),
+    ("face", ["step", "call"]),
+)
 def test_torch_script_equals_the_unsplit_model(
     make: Callable[[nn.Module], nn.Module], checkpoint: str, schedule: str, face: str
 ) -> None:

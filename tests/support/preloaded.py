@@ -102,8 +102,11 @@ class Program:
         stderr: IO[str] | int = subprocess.PIPE,
         own_session: bool = False,
         with_warnings: bool = False,
+        stdin: int | None = None,
     ) -> None:
-        """Its output and errors go to files, or are read here. ``own_session`` makes a process group for it."""
+        """Its output and errors go to files, or are read here. ``own_session`` makes a process group for it; it reads
+        from the descriptor ``stdin``, which this process keeps.
+        """
         self.args = arguments
         self.stdout, out = self._stream(stdout)
         self.stderr, err = self._stream(stderr)
@@ -115,7 +118,8 @@ class Program:
             "own_session": own_session,
             "with_warnings": with_warnings,
         }
-        self._process = preloaded_context().Process(target=_run, args=(start, _Descriptor(out), _Descriptor(err)))
+        numbers = [_Descriptor(out), _Descriptor(err), None if stdin is None else _Descriptor(stdin)]
+        self._process = preloaded_context().Process(target=_run, args=(start, *numbers))
         self._process.start()
         self.pid: int = self._process.pid or 0
         for own, number in ((self.stdout, out), (self.stderr, err)):
@@ -208,13 +212,13 @@ class _Worker:
 # In the child
 
 
-def _run(start: dict[str, Any], out: int, err: int) -> None:
+def _run(start: dict[str, Any], out: int, err: int, given: int | None) -> None:
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     fork_server.spawn = spawn
     # The one that has forked this process forks its workers' fork servers, too; it would start another one.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined, method-assign]
-    _place({1: out, 2: err})
-    _open_standard_files(os.open(os.devnull, os.O_RDONLY))
+    _place({1: out, 2: err} if given is None else {0: given, 1: out, 2: err})
+    _open_standard_files(os.open(os.devnull, os.O_RDONLY) if given is None else 0)
     os.environ.clear()
     os.environ.update(start["environment"])
     if start["own_session"]:
