@@ -174,7 +174,7 @@ def test_what_is_read_on_the_way_is_not_used_again(transport):
 
 @pytest.mark.parametrize("transport", ON_DEVICE)
 def test_messages_of_all_sizes_and_old_epochs(transport, calls):
-    """A larger slot replaces a smaller one; what is foretold wrongly is put right; what nobody takes comes back."""
+    """A larger slot replaces a smaller one; what nobody takes comes back."""
     one = emu.Stream()
     sizes = [10, 1 << 19, 3, 1 << 20, 0, 77, 1 << 20, 5] * 3
     with joined(transport=transport, device=DEVICE, window=3) as pair:

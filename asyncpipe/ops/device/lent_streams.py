@@ -18,7 +18,7 @@ from weakref import finalize
 
 import torch
 
-__all__ = ["has_spare_queues", "lend", "lent_streams"]
+__all__ = ["lend", "lent_streams"]
 
 _logger = logging.getLogger(__name__)
 
@@ -53,11 +53,6 @@ def lend(device: torch.device, borrower: object) -> Any:
 def lent_streams(device: torch.device) -> int:
     """How many streams of ``device`` are lent now."""
     return len(_made.get(device, ())) - len(_unused.get(device, ()))
-
-
-def has_spare_queues(device: torch.device) -> bool:
-    """Whether a kernel that waits may hold a hardware queue of ``device``: twice as many as streams are lent."""
-    return 2 * lent_streams(device) <= _hardware_queues()
 
 
 def _hardware_queues() -> int:

@@ -203,7 +203,7 @@ class EdgeOut:
         self._bytes += layout.size
         self._channel.write([*buffers, *memory], owners)
         del owners, memory
-        if slot >= STREAMED:
+        if slot == STREAMED:
             self._channel.ring()  # For ``settle``.
 
     def _number(self, key: Any, layout: MessageLayout) -> tuple[int, list[bytes]]:

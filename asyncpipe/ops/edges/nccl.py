@@ -3,26 +3,17 @@
 Headers take the edge's socket, as with every transport. The tensors behind a header take the communicator, in the same
 order, on a stream that only this end of the edge uses::
 
-    sender's thread     waits for ``ready`` │ queues send n, header n, which foretells n + 1 │ waits until n is over
+    sender's thread     waits for ``ready`` │ queues send n, header n │ waits until n is over
                                                      ┊          │
                                                      ▼          ▼
-    receiver's thread   header n - 1: queues receive n │ header n: on_message │ queues receive n + 1
-                                                     ┊
-    lane                                its stream waits for the event of receive n, then computes
-
-**What is foretold.** In an ordered schedule the messages of a step come in the order of the step before, and so do
-their shapes. So a header says, for all but the last message of a step, which earlier message the next one will look
-like, and the receiver queues that receive before the next header comes: what the header announces is on its way, and
-the host waits for nothing between its arrival and the computation. Where a message does not look as foretold, the
-sender first sends as many bytes as were, which the receiver drops. For the last message of a step nothing is foretold,
-so no kernel waits between two steps (but after a step with fewer messages than the one before, until the next one).
+    receiver's thread                                       queues receive n │ on_message
+                                                                     ┊
+    lane                                   its stream waits for the event of receive n, then computes
 
 **Who waits for another worker.** The threads of edges, on the host, and streams for what was queued before. A send is
-queued when its tensors are there, and then its header leaves. So a lane that is told of a message waits inside its
-device for a transfer of which the other end is queued, and never for what another worker has still to do. A receive
-that was foretold does: it holds up its own stream alone. Streams that share a hardware queue would wait with it, so it
-is only queued ahead where the device has queues enough (``CUDA_DEVICE_MAX_CONNECTIONS``, 32 in workers of this
-machine).
+queued when its tensors are there, and then its header leaves; a receive is queued when its header comes. So a lane that
+is told of a message waits inside its device for a transfer of which the other end is queued, and never for what another
+worker has still to do.
 
 **Order.** Each directed edge has a communicator, whose transfers are in the order of its headers, and none of them
 shares a kernel with one of another edge. So there is no ``batch_isend_irecv``, which puts the transfers of a call into
@@ -33,12 +24,11 @@ receive of the same worker.
 is aborted, which ends its kernels, and the edge is broken. To abort lets go on whatever waits for a receive, with
 memory that nothing was written to. Where a lane waits for one, that must not be, since an update could follow: then the
 worker ends itself, and is lost as its peer is. That can be in the microseconds between a header and the end of its
-transfer. What was only foretold has no lane behind it. Messages of old epochs are received like all others (the
-communicator has an order), and then dropped.
+transfer. Messages of old epochs are received like all others (the communicator has an order), and then dropped.
 
 Not to be had: two workers on one device, which NCCL refuses, and tensors that stay on the host. Take shared memory
 there. Known limit: ``cudaFree`` waits for all kernels of a device, those of NCCL too. So a worker that runs out of
-memory, and has its allocator give some back, may wait there until its peers have sent, or taken, what was foretold.
+memory, and has its allocator give some back, may wait there until its peers have taken what it has sent.
 """
 
 from __future__ import annotations
@@ -47,7 +37,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -56,10 +46,9 @@ import torch
 from torch import Tensor, distributed
 
 from asyncpipe.errors import EdgeError
-from asyncpipe.ops.device.lent_streams import has_spare_queues
 from asyncpipe.ops.device.streams import AcceleratorStream, record
 from asyncpipe.ops.edges.channel import EdgeChannel
-from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout
+from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout
 from asyncpipe.ops.edges.pair_store import PairStore
 from asyncpipe.ops.edges.payload import PayloadIn, PayloadOut, Reading, await_ready, empty, flat, is_laid_out
 from asyncpipe.ops.edges.wire import STREAMED
@@ -77,8 +66,6 @@ GRACE_SECONDS = 1.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-6, 4e-5
 LOOK_SECONDS = 1e-3
 """How often one who waits looks whether what it waits for can still come."""
-LONGEST_ORDER = 1024
-"""Of a step with more messages on an edge, the order is not foretold."""
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 WITHOUT_WATCHDOGS = {ERRORS: "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """The environment in which a group is made: its threads end no process, and do not ask the store, which by then is an
@@ -196,9 +183,6 @@ class NcclOut(PayloadOut):
     def __init__(self, communicator: _Communicator) -> None:
         self._communicator = communicator
         self._device = communicator.device
-        self._order = _Order()
-        self._foretold: Sequence[TensorLayout | None] | None = None
-        """What the receiver takes the next message for."""
         self._begun: deque[tuple[torch.Event, list[Tensor]]] = deque()
         """With the tensors. Hazard: their memory must not be used again before NCCL has read it, on its own stream. The
         thread holds them until the host knows that it has, so no stream needs to be recorded."""
@@ -207,8 +191,6 @@ class NcclOut(PayloadOut):
         await_ready(message)
         with self._communicator.stream.use(), torch.no_grad():
             sources: list[Tensor] = []
-            if self._foretold not in (None, layout.tensors):
-                sources = _flat_memory(_empty(self._foretold or (), self._device))
             for each, tensor in zip(layout.tensors, message.tensors, strict=True):
                 if each is None or tensor is None or not each.size:
                     continue
@@ -217,9 +199,7 @@ class NcclOut(PayloadOut):
                     tensor = empty(each, self._device).copy_(tensor)
                 sources.append(flat(tensor))
         self._begun.append((self._communicator.begin(sources), sources))
-        distance = self._order.add(layout.tensors, message.header.step)
-        self._foretold = self._order.seen[-distance] if distance else None
-        return STREAMED + distance
+        return STREAMED
 
     def begun(self) -> int:
         return len(self._begun)
@@ -249,35 +229,19 @@ class NcclIn(PayloadIn):
 
     def __init__(self, communicator: _Communicator) -> None:
         self._communicator = communicator
-        self._seen: deque[Sequence[TensorLayout | None]] = deque(maxlen=LONGEST_ORDER)
-        self._foretold: Sequence[TensorLayout | None] | None = None
-        self._queued: tuple[list[Tensor | None], torch.Event] | None = None
-        """The receive of what was foretold, if it is queued."""
 
     def receive(self, layout: MessageLayout, slot: int) -> tuple[list[Tensor | None], torch.Event | None]:
         communicator = self._communicator
         with communicator.turn:
-            if self._foretold is not None:
-                found = self._queued or self._queue(self._foretold)
-            if self._foretold != layout.tensors:  # What has come instead is dropped.
-                found = self._queue(layout.tensors)
+            # The memory belongs to this stream. Hazard: a lane may still read it when its tensor is gone and the memory
+            # is used for the next message. The copy task records the lane's stream (``Copier.copy``), for which the
+            # allocator waits.
+            with communicator.stream.use():
+                tensors = [None if each is None else empty(each, communicator.device) for each in layout.tensors]
+            ready = communicator.begin([flat(each) for each in tensors if each is not None and each.numel()])
             communicator.awaited.over()
-            communicator.awaited.begin(found[1], None)
-            self._seen.append(layout.tensors)
-            self._foretold = self._seen[STREAMED - slot] if slot > STREAMED else None
-            self._queued = None
-            if self._foretold is not None and has_spare_queues(communicator.device):
-                self._queued = self._queue(self._foretold)
-        return found
-
-    def _queue(self, layouts: Sequence[TensorLayout | None]) -> tuple[list[Tensor | None], torch.Event]:
-        communicator = self._communicator
-        # The memory belongs to this stream. Hazard: a lane may still read it when its tensor is gone and the memory is
-        # used for the next message. The copy task records the lane's stream (``Copier.copy``), for which the allocator
-        # waits.
-        with communicator.stream.use():
-            tensors = _empty(layouts, communicator.device)
-        return tensors, communicator.begin(_flat_memory(tensors))
+            communicator.awaited.begin(ready, None)
+        return tensors, ready
 
     def abort(self) -> None:
         self._communicator.abort()
@@ -285,33 +249,6 @@ class NcclIn(PayloadIn):
     def close(self) -> None:
         self._communicator.await_lanes()
         self._communicator.close()
-
-
-class _Order:
-    """In which order the messages of a step leave by an edge, as far as the step before tells."""
-
-    def __init__(self) -> None:
-        self.seen: deque[Sequence[TensorLayout | None]] = deque(maxlen=LONGEST_ORDER)
-        """What the last messages looked like, as the receiver knows it, too."""
-        self._step = self._count = self._before = 0
-        """The step of the last message, how many there were of it, and how many of the step before."""
-
-    def add(self, layouts: Sequence[TensorLayout | None], step: int) -> int:
-        """A message of ``step`` leaves: how many messages back one stands that the next one will look like; 0 if that
-        is not known."""
-        if step != self._step:
-            self._step, self._count, self._before = step, 0, self._count
-        self.seen.append(layouts)
-        self._count += 1
-        return self._before if self._count < self._before <= len(self.seen) else 0
-
-
-def _empty(layouts: Iterable[TensorLayout | None], device: torch.device) -> list[Tensor | None]:
-    return [None if each is None else empty(each, device) for each in layouts]
-
-
-def _flat_memory(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return [flat(tensor) for tensor in tensors if tensor is not None and tensor.numel()]
 
 
 def _end_process() -> None:

@@ -55,7 +55,7 @@ class PayloadOut:
     """Messages of at most so many bytes may be sent by a thread that must not wait."""
 
     def place(self, layout: MessageLayout, message: EdgeMessage) -> int:
-        """Put the tensors into a slot, before the header is sent; ``STREAMED`` and more where they come beside it.
+        """Put the tensors into a slot, before the header is sent; ``STREAMED`` where they come beside it.
 
         Waits until the message is ready: whoever hears of it must not wait for what is still to be computed.
         """

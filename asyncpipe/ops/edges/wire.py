@@ -16,7 +16,7 @@ __all__ = ["CREDIT_SIZE", "HEADER_SIZE", "INLINE", "STREAMED", "Credit", "Frame"
 INLINE = 0
 """The slot of a message whose tensors follow its header on the socket."""
 STREAMED = 2**31
-"""The least slot of a message whose tensors come by the transport, beside its header; lower ones are places."""
+"""The slot of a message whose tensors come by the transport, beside its header; lower ones are places."""
 
 _HEADER = struct.Struct("<BxHIqqqqQ")
 _CREDIT = struct.Struct("<BxxxIQ")

@@ -15,7 +15,6 @@ from fake_nccl import FakeGroup
 from torch import distributed
 
 from asyncpipe.errors import EdgeError
-from asyncpipe.ops.device import lent_streams
 from asyncpipe.ops.edges import nccl
 from asyncpipe.ops.edges.pair_store import PairStore
 
@@ -56,45 +55,6 @@ def test_a_worker_ends_where_a_lane_waits_for_what_never_comes(
             pair.inboxes[1].error()
         assert ended == ["ended"]
         del received
-
-
-def test_what_was_only_foretold_ends_no_worker(monkeypatch: pytest.MonkeyPatch, ended: list[str]) -> None:
-    with nothing_left(), joined(transport="nccl") as pair:
-        for step in range(2):
-            for _ in range(2):
-                pair.out.send(in_step(step, 9))
-                pair.inbox.take()
-                if step == 1:
-                    break
-        no_sends(monkeypatch)
-        pair.into.sever()
-    assert ended == []
-
-
-def in_step(step: int, size: int) -> Any:
-    sent = message(step, torch.full((size,), float(size)))
-    return type(sent)(sent.header._replace(step=step), sent.tensors)
-
-
-@pytest.mark.parametrize("queues", ["32", "0"])
-def test_the_order_of_a_step_is_foretold(monkeypatch: pytest.MonkeyPatch, queues: str) -> None:
-    """Then a receive is queued before its header comes, if the device has a queue for it. Otherwise it is put right."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    monkeypatch.setitem(lent_streams._made, torch.device("cpu"), [None])
-    steps = [[3, 5, 8], [3, 5, 8], [3, 5, 8], [5, 3, 8], [5, 3], [5, 3, 8, 8], [7]]
-    with joined(transport="nccl") as pair:
-        payload: Any = pair.into._payload
-        foretold = []
-        for step, sizes in enumerate(steps):
-            for size in sizes:
-                known = payload._foretold
-                foretold.append(None if known is None else known[0].shape[0])
-                assert (payload._queued is not None) == (known is not None and queues == "32")
-                pair.out.send(in_step(step, size))
-                (received,) = pair.inbox.take().tensors
-                assert received.tolist() == [float(size)] * size
-    none = None
-    assert foretold == [none, none, none, none, 5, 8, none, 5, 8, none, 5, 8, none, 3, 8, 3, none, none, none]
 
 
 def test_the_watchdog_of_a_group_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
