@@ -1,29 +1,22 @@
 """For tests of schedules and of code around a pipeline.
 
-Executors that run tasks inline, or at a given speed; and edges between workers that are slow, or do not work.
+Executors that run tasks inline, or at a given speed.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from asyncpipe.core.engine.edge_shape import EdgeShape, EdgeState
 from asyncpipe.core.engine.events import TaskCompleted, TaskFailed
 from asyncpipe.core.graph.task import Lane, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
-from asyncpipe.errors import OptionError
 from asyncpipe.runtime.executor import Assignment, PostEvent, StepHandle
 
-if TYPE_CHECKING:
-    from asyncpipe.pipeline.pool import DevicePool
-    from asyncpipe.pipeline.workers import Workers
-
-__all__ = ["EdgeShape", "EdgeState", "EmulatedExecutor", "InlineExecutor", "reshape", "shape_edges"]
+__all__ = ["EmulatedExecutor", "InlineExecutor"]
 
 
 class InlineExecutor:
@@ -117,36 +110,6 @@ class EmulatedExecutor:
             _run(assignment, self._post, self.seconds(graph, graph.tasks[assignment.task]))
             ended[assignment.task].set()
             del assignment, ended, graph
-
-
-def shape_edges(pool: DevicePool) -> DevicePool:
-    """``pool``, whose edges ``reshape`` can make slow or cut, so that workers of one machine can stand for hosts::
-
-        async with shape_edges(DevicePool(workers="processes")) as pool:
-            await reshape(pool, {("cpu:0", "cpu:1"): EdgeShape(0.002, bandwidth=1e8)})
-
-    To be called before the pool opens; each worker gets one more thread. Raises ``OptionError`` if the pool has no
-    workers or is open.
-    """
-    workers = _workers(pool)
-    if pool.is_open:
-        raise OptionError("shape_edges is for a pool that is not open yet")
-    workers.edge_shapes = {}
-    return pool
-
-
-async def reshape(pool: DevicePool, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
-    """Give edges of an open pool other shapes, by the names of the workers that they lead from and to.
-
-    The shapes are those of later pipelines, too. Raises ``OptionError`` without ``shape_edges`` before.
-    """
-    await pool.run(_workers(pool).reshape(shapes))
-
-
-def _workers(pool: DevicePool) -> Workers:
-    if pool.workers is None:
-        raise OptionError("edges are between workers, and this pool has none; use workers='processes'")
-    return pool.workers
 
 
 def _run(assignment: Assignment, post: PostEvent, seconds: float) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.harness import markdown, run_on_loop
-from asyncpipe.core.engine.edge_shape import EdgeShape
 from asyncpipe.core.graph.lower import lower
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.kinds import TaskKind
@@ -33,7 +32,7 @@ from asyncpipe.core.schedules.registry import find_schedule
 from asyncpipe.ops.model.stage_factory import StageFactory
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
-from asyncpipe.testing import reshape, shape_edges
+from tests.support.shaped_edges import EdgeShape, reshape, shape_edges
 
 __all__ = ["CASES", "EmulatedHosts", "PredictionSize", "hosts", "make_stage", "run", "show"]
 

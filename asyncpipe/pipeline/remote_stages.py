@@ -227,7 +227,6 @@ class RemoteStages(StagesHere):
             addresses=paths.addresses(name, doors),
             transports=paths.transports(name),
             is_far=paths.is_far,
-            shapes=self._workers.shapes_to(name),
             settings=ProcessSettings.current(),
             share=self._tenant.share,
             schedule=self._schedule,

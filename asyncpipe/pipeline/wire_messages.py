@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncpipe.core.engine.edge_shape import EdgeShape
 from asyncpipe.core.policies.share import Share
 from asyncpipe.ops.device.process_settings import ProcessSettings
 from asyncpipe.runtime.workers.launcher import Address
@@ -61,8 +60,6 @@ class LoadPipeline:
     """How tensors travel on them."""
     is_far: bool
     """Whether some of the pipeline's edges are between machines, whose clocks are different."""
-    shapes: Mapping[int, EdgeShape] | None
-    """Of edges that are slower than they are, or do not work, by their sender; ``None`` if all stay as they are."""
     settings: ProcessSettings
     share: Share
     schedule: int

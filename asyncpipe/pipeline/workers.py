@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import distributed
 
-from asyncpipe.core.engine.edge_shape import EdgeShape
 from asyncpipe.core.hosts import DeviceName
 from asyncpipe.errors import OptionError, WorkerLostError
 from asyncpipe.ops.device.devices import Device
@@ -99,9 +98,6 @@ class Workers:
         self.numbers: dict[str, int] = {}
         """By name of a worker, its number among the pool's."""
         self._pipelines = count()
-        self.edge_shapes: dict[tuple[str, str], EdgeShape] | None = None
-        """Of edges that are slower than they are, by the names of the workers that they lead from and to; ``None`` if
-        all stay as they are. Only ``asyncpipe.testing.shape_edges`` sets it, before the pool opens."""
         self._options = options
         self._group = WorkerGroup(
             _launcher(options.workers), ENTRY, received=self._received, lost=self._lost, path=options.worker_path
@@ -138,22 +134,6 @@ class Workers:
     def transport(self) -> str:
         """How tensors get from one worker to another."""
         return self._options.transport
-
-    def shapes_to(self, worker: str) -> Mapping[int, EdgeShape] | None:
-        """``edge_shapes`` of the edges to ``worker``, by the number of the sender, if that is known."""
-        if self.edge_shapes is None:
-            return None
-        numbers, shapes = self.numbers, self.edge_shapes.items()
-        return {numbers[sender]: shape for (sender, to), shape in shapes if to == worker and sender in numbers}
-
-    async def reshape(self, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
-        """Give edges other shapes: those that are there, and those of later pipelines."""
-        if self.edge_shapes is None:
-            raise OptionError("edges are reshaped in a pool that shape_edges was called for before it opened")
-        self.edge_shapes.update(shapes)
-        receivers = {receiver for _, receiver in shapes} & self.up.keys()
-        reshape = Call(None, "links.reshape", (shapes,))
-        await asyncio.gather(*(self.up[each].ask(reshape, urgent=True) for each in receivers))
 
     @property
     def interface(self) -> str | None:

@@ -11,10 +11,10 @@ from torch import nn
 
 from asyncpipe import DevicePool, Pipeline
 from asyncpipe.core.engine.events import TaskCompleted
-from asyncpipe.errors import EdgeError, OptionError
+from asyncpipe.errors import EdgeError
 from asyncpipe.observe.pictures.trace import to_chrome
 from asyncpipe.pipeline import workers
-from asyncpipe.testing import EdgeShape, EdgeState, reshape, shape_edges
+from tests.support.shaped_edges import EdgeShape, EdgeState, reshape, shape_edges
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -176,16 +176,3 @@ async def test_a_cut_edge_ends_the_step_with_its_name_and_the_next_pipeline_has_
             await step
     await reshape(pool, {DEVICES: EdgeShape()})
     await train(pool)
-
-
-async def test_edges_are_shaped_only_where_that_was_asked_for():
-    with pytest.raises(OptionError, match="this pool has none"):
-        shape_edges(DevicePool())
-    async with DevicePool(workers="processes") as workers:
-        with pytest.raises(OptionError, match="a pool that shape_edges was called for"):
-            await reshape(workers, {})
-        with pytest.raises(OptionError, match="not open yet"):
-            shape_edges(workers)
-    for latency, bandwidth in ((-1, 1), (float("inf"), 1), (0, 0)):
-        with pytest.raises(OptionError, match="an edge's latency is"):
-            EdgeShape(latency, bandwidth)

@@ -11,6 +11,7 @@ from asyncpipe.runtime.workers.launcher import Invitation
 from asyncpipe.runtime.workers.local_process import LocalProcess
 from asyncpipe.runtime.workers.place import MACHINE
 from asyncpipe.runtime.workers.process_launcher import ProcessLauncher
+from tests.support.shaped_edges import install
 
 __all__ = ["SKEW", "OnHosts", "serve_with_another_clock"]
 
@@ -31,7 +32,8 @@ class OnHosts(ProcessLauncher):
 
 
 async def serve_with_another_clock(control: ControlClient) -> None:
-    """A worker's entry, as the package's own."""
+    """A worker's entry, as the package's own, with edges that can be shaped."""
+    install()
     if control.name == "cpu:1":
         right = time.perf_counter
         time.perf_counter = lambda: right() + SKEW  # type: ignore[assignment]

@@ -14,8 +14,7 @@ connected (``asyncpipe/runtime/workers/meeting.py``): Unix sockets on one machin
 - ``shared_memory``: the transport on one machine, by the host's memory; ``cuda_memory``: by a GPU's; ``cuda_calls``:
   the calls of CUDA that both need;
 - ``connection``: the transport between machines: tensors go with their headers;
-- ``nccl``: the transport by a communicator for each edge, between CUDA devices; its ends meet by ``pair_store``;
-- ``shaped``: edges that are slower than they are, or do not work, for tests and measurements.
+- ``nccl``: the transport by a communicator for each edge, between CUDA devices; its ends meet by ``pair_store``.
 
 ::
 

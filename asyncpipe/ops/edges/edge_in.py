@@ -116,18 +116,17 @@ class EdgeIn:
         """What the messages are for that hold a credit. From any thread."""
         return list(self._held.values())
 
-    def report(self, under_way: int, holders: frozenset[str]) -> ReceiverReport:
+    def report(self, holders: frozenset[str]) -> ReceiverReport:
         """Where it stands. From any thread, whatever the others do.
 
-        ``under_way`` messages count as not here, since the edge is shaped; ``holders`` are the devices that have still
-        to take some.
+        ``holders`` are the devices that have still to take messages.
         """
         since = self._taking_since
         is_stuck = since is not None and time.perf_counter() - since > STUCK_SECONDS
         if not self.is_shared:
             is_stuck = is_stuck and not self._channel.is_waiting  # For the rest of a message.
         taker = next((each.name for each in threading.enumerate() if each.ident == self._taker), "") if is_stuck else ""
-        return ReceiverReport(self._messages - under_way, self._window.told, holders, is_stuck, taker, self._over)
+        return ReceiverReport(self._messages, self._window.told, holders, is_stuck, taker, self._over)
 
     def sever(self) -> None:
         """Break the edge, as a network does that is gone: both ends notice it. For tests."""

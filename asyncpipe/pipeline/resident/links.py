@@ -17,18 +17,16 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from asyncpipe.core.engine.edge_shape import EdgeShape, EdgeState
 from asyncpipe.core.graph.part import Departure, Part, TaskNames
 from asyncpipe.core.hangs.reports import PartReport, ReceiverReport, SenderReport
 from asyncpipe.core.records.worker_notes import EdgeTraffic, WorkerUse
-from asyncpipe.errors import EdgeError, OptionError
+from asyncpipe.errors import EdgeError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.memory import allocated_bytes
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
 from asyncpipe.ops.edges.edge_out import EdgeOutCounters
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
-from asyncpipe.ops.edges.shaped import ShapedArrivals
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.wire_messages import LoadPipeline
 from asyncpipe.runtime.arrivals import Listens
@@ -48,8 +46,6 @@ class Links:
         self._control = control
         self._worker_of = {each.name: each.worker for each in load.devices.values()}
         self._edges = Edges({}, {})
-        self._shaped: ShapedArrivals | None = None
-        """Where edges are slower than they are, or do not work."""
         self._listener: Listens | None = None
         """Whose thread takes messages itself."""
         self._epoch = 0
@@ -71,22 +67,17 @@ class Links:
 
         The thread of ``listener`` takes messages itself.
         """
-        load, arrived = self._load, self._arrived
-        if load.shapes is not None:
-            self._shaped = ShapedArrivals(load.shapes, self._arrived)
-            arrived = self._shaped.arrived
-        secret = self._control.edge_secret
+        load, secret = self._load, self._control.edge_secret
         devices = {device.physical for device in own}
         self._edges = connect(
             load.me,
             meet(load.me, load.pairs, door, load.addresses, job=str(load.pipeline), secret=secret),
             transport=load.transports,
             device=devices.pop() if len(devices) == 1 else None,
-            on_message=arrived,
+            on_message=self._arrived,
             on_broken=self._broken,
             window=1,
-            # What arrives late is none of the device's.
-            shared=listener is not None and self._shaped is None,
+            shared=listener is not None,
         )
         self._listener = listener
         for incoming in self._shared():
@@ -99,24 +90,10 @@ class Links:
             assert self._listener is not None
             self._listener.ignore(incoming.descriptor, incoming.take)
         self._edges.close()
-        if self._shaped is not None:
-            self._shaped.close()
 
     def _shared(self) -> list[EdgeIn]:
         """The edges from which the device takes messages itself."""
         return [incoming for incoming in self._edges.into.values() if incoming.is_shared]
-
-    def reshape(self, shapes: Mapping[tuple[str, str], EdgeShape]) -> None:
-        """Give edges, by the names of both workers, other shapes."""
-        numbers = {name: number for number, name in self._load.names.items()}
-        for (sender, receiver), shape in shapes.items():
-            if receiver != self._control.name or numbers.get(sender) not in self._edges.into:
-                continue
-            if self._shaped is None:
-                raise OptionError("edges are reshaped in a pool that shape_edges was called for before it opened")
-            self._shaped.reshape(numbers[sender], shape)
-            if shape.state is EdgeState.CUT:
-                self._edges.into[numbers[sender]].sever()
 
     # Steps
 
@@ -130,8 +107,6 @@ class Links:
         if epoch > self._epoch:
             self._epoch = epoch
             self._edges.advance(epoch)
-            if self._shaped is not None:
-                self._shaped.advance(epoch)
 
     def widen(self, own: Part) -> None:
         """Make room for all messages of a step that is about to begin, beside those of the others."""
@@ -228,8 +203,7 @@ class Links:
                 for step, report in parts.items()
                 if step.number == header.step and report is not None and header.task not in report.ended
             }
-            under_way = 0 if self._shaped is None else self._shaped.under_way(peer)
-            takes[self._load.names[peer]] = edge.report(under_way, frozenset(holders))
+            takes[self._load.names[peer]] = edge.report(frozenset(holders))
         return sends, takes
 
     def probe(self) -> None:

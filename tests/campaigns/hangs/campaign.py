@@ -25,11 +25,11 @@ from asyncpipe.core.hangs.roots import HangState
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import AsyncpipeError, HangError, WorkerLostError
 from asyncpipe.pipeline import workers
-from asyncpipe.testing import shape_edges
 from tests.campaigns.hangs.cases import KINDS, MAPPING, Expected, Layout, draw_layout, draw_plant
-from tests.campaigns.hangs.planted import ENTRY, Plant
+from tests.campaigns.hangs.planted import ENTRY, SHAPED_ENTRY, Plant
 from tests.campaigns.harness import Campaign, Run, Verdict
 from tests.campaigns.models.layers import TiedOut
+from tests.support.shaped_edges import shape_edges
 
 __all__ = ["CAMPAIGN", "Lane", "lane"]
 
@@ -161,7 +161,7 @@ def _is_right(said: HangError, expected: Expected) -> bool:
 @asynccontextmanager
 async def lane(*, is_shaped: bool = False, floor: float = FLOOR) -> AsyncIterator[Lane]:
     """A lane with its pool. Where edges are shaped, devices take no messages themselves."""
-    with patch.object(workers, "ENTRY", ENTRY), tempfile.TemporaryDirectory() as folder:
+    with patch.object(workers, "ENTRY", SHAPED_ENTRY if is_shaped else ENTRY), tempfile.TemporaryDirectory() as folder:
         pool = DevicePool(workers=MAPPING, hang_seconds=floor)
         if is_shaped:
             shape_edges(pool)

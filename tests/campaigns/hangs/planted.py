@@ -28,10 +28,13 @@ from asyncpipe.ops.execute.binder import Binder
 from asyncpipe.pipeline.resident import links
 from asyncpipe.runtime.workers.control_client import ControlClient
 from tests.campaigns.serving import serve_campaign
+from tests.support import shaped_edges
 
-__all__ = ["ENTRY", "HELD", "Plant", "planted"]
+__all__ = ["ENTRY", "HELD", "SHAPED_ENTRY", "Plant", "planted", "planted_and_shaped"]
 
 ENTRY = "tests.campaigns.hangs.planted:planted"
+SHAPED_ENTRY = "tests.campaigns.hangs.planted:planted_and_shaped"
+"""With edges that can be shaped: devices take no messages themselves."""
 HELD = "gil"
 """The way of a task to go on for ever in which nothing else in its process can run."""
 
@@ -171,6 +174,12 @@ async def planted(control: ControlClient) -> None:
     """Serve the controller, and hang as the campaign says."""
     _install()
     await serve_campaign(control, _take)
+
+
+async def planted_and_shaped(control: ControlClient) -> None:
+    """The same with edges that can be shaped."""
+    shaped_edges.install()
+    await planted(control)
 
 
 def _take(message: Any) -> bool:

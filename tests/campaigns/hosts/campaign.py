@@ -31,7 +31,6 @@ from host_helpers import Hosts
 from run_helpers import assert_same_end
 from torch import Generator, nn
 
-from asyncpipe.testing import EdgeShape, EdgeState, reshape, shape_edges
 from asyncpipe.train import lasting_run, next_move
 from asyncpipe.train.job_file import Job
 from asyncpipe.train.lasting_run import LastingRun
@@ -40,6 +39,7 @@ from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Batch, Workload
 from tests.campaigns.crashes.strikes import HELD, Armed, Strike, Struck
 from tests.campaigns.harness import Campaign, Run
+from tests.support.shaped_edges import EdgeShape, EdgeState, reshape, shape_edges
 
 __all__ = ["CAMPAIGN", "HOSTS", "Round", "Rounds"]
 
