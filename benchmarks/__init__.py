@@ -3,6 +3,8 @@
 ``BENCHMARKS`` lists them. They have the form and the harness of those in ``asyncpipe/bench``, with which users decide:
 a module with ``run`` and ``show``. Helpers:
 
+    cases.py             training steps that several of them measure
+    turns.py             the order of arms, and processes that never see Ctrl-C
     byte_counters.py     bytes of tensor storages, counted without an allocator
     examples.py          the repository's ``examples/charlm``
     light_worker.py      worker processes without torch, for ``controller``

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import alternating, rounds, seconds_of, table
+from asyncpipe.bench.harness import rounds, seconds_of, table
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.sync import SyncPipeline
+from benchmarks.turns import alternating
 
 __all__ = ["CompiledSize", "run", "show"]
 

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, distributed
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.harness import alternating, interrupts_blocked, rounds, table
+from asyncpipe.bench.harness import rounds, table
 from asyncpipe.errors import EdgeError
 from asyncpipe.ops.edges.connect import HOST_TRANSPORTS, Edges, connect
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 from asyncpipe.runtime.workers.door import Door
 from asyncpipe.runtime.workers.meeting import meet
+from benchmarks.turns import alternating, interrupts_blocked
 
 __all__ = ["EdgesSize", "run", "show"]
 

@@ -24,14 +24,16 @@ import torch
 from torch import Generator, nn
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.cases import CASES, loss_fn
-from asyncpipe.bench.harness import alternating, markdown, medians, rounds, run_on_loop
+from asyncpipe.bench.cases import loss_fn
+from asyncpipe.bench.harness import markdown, medians, rounds, run_on_loop
 from asyncpipe.core.checks import check_choice
 from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.predict.report import reports
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.pipeline.pipeline import Pipeline
+from benchmarks.cases import CASES
 from benchmarks.examples import example_job, load_example
+from benchmarks.turns import alternating
 
 __all__ = ["MANY_STEPS", "ManySteps", "devices_idle", "run", "show"]
 

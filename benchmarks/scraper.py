@@ -17,8 +17,9 @@ from urllib.request import urlopen
 from prometheus_client import CollectorRegistry
 
 from asyncpipe.bench import Progress
-from asyncpipe.bench.harness import alternating, rounds
+from asyncpipe.bench.harness import rounds
 from asyncpipe.observe.metrics import PipelineCollector, serve_metrics
+from benchmarks.turns import alternating
 
 __all__ = ["StepTime", "TurnSize", "turns_with_metrics"]
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.cases import CASES, loss_fn
+from asyncpipe.bench.cases import loss_fn
 from asyncpipe.bench.harness import markdown
 from asyncpipe.pipeline.pipeline import Pipeline
+from benchmarks.cases import CASES
 
 __all__ = ["run", "show"]
 

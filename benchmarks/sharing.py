@@ -26,7 +26,7 @@ from torch import nn
 
 from asyncpipe.bench import Figures, Progress
 from asyncpipe.bench.cases import loss_fn, mlp
-from asyncpipe.bench.harness import alternating, markdown, rounds, run_on_loop
+from asyncpipe.bench.harness import markdown, rounds, run_on_loop
 from asyncpipe.core.graph.task import Queue, Task
 from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.share import Share
@@ -35,6 +35,7 @@ from asyncpipe.core.predict.report import Report
 from asyncpipe.pipeline.pipeline import Pipeline
 from asyncpipe.pipeline.pool import DevicePool
 from asyncpipe.testing import EmulatedExecutor
+from benchmarks.turns import alternating
 
 __all__ = ["SharingSize", "compute_within", "run", "show"]
 

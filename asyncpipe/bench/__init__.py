@@ -4,7 +4,7 @@
 that data into Markdown. Its ``...Size`` class says how much is measured; tests pass a tiny one.
 
     harness.py      what all benchmarks share: turns, medians, tables. Start reading there
-    cases.py        the training steps that several benchmarks measure
+    cases.py        what a training step is that benchmarks measure
     contestants.py  ways to run such a step: a plain loop, and asyncpipe
 
 The benchmarks that prove the project's own figures are beside the package, in ``benchmarks/``, over the same harness.

@@ -7,7 +7,6 @@ does hits all of them; the figures are medians over the rounds, without those th
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ from asyncpipe.bench import Figures, Progress
 from asyncpipe.runtime.portal import new_event_loop
 
 __all__ = [
-    "alternating",
-    "interrupts_blocked",
     "markdown",
     "medians",
     "one_intra_op_thread",
@@ -49,11 +46,6 @@ def rounds(count: int, progress: Progress, what: str = "round") -> Iterator[int]
         yield number
 
 
-def alternating(arms: Sequence[_T], number: int) -> Sequence[_T]:
-    """The arms in the order of round ``number``: every other round reverses it, so that no arm is always first."""
-    return arms if number % 2 else arms[::-1]
-
-
 def seconds_of(work: Callable[[], object]) -> float:
     """The seconds that ``work`` takes."""
     start = time.perf_counter()
@@ -75,16 +67,6 @@ def one_intra_op_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Processes that start in the block never see Ctrl-C, which goes to all of a terminal; this one sees it behind."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # Showing

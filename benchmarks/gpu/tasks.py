@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe import StepRecord, SyncPipeline, TaskKind
-from asyncpipe.bench.cases import CASES as STEPS
 from asyncpipe.bench.cases import plain_step
 from asyncpipe.core.engine.events import TaskCompleted, TaskIssued
 from benchmarks import task_cost as measured_tasks
+from benchmarks.cases import CASES as STEPS
 from benchmarks.gpu.machine import Machine, Stopwatch
 from benchmarks.gpu.models import batch, busy_stages, by_parts, mean_square, mse, piped, tanh_layers
 from benchmarks.gpu.outcome import Outcome, at_most, check, seen

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from asyncpipe.bench import Figures, Progress
-from asyncpipe.bench.cases import CASES, Case
+from asyncpipe.bench.cases import Case
 from asyncpipe.bench.contestants import Contestant
-from asyncpipe.bench.harness import alternating, markdown, one_intra_op_thread, rounds
+from asyncpipe.bench.harness import markdown, one_intra_op_thread, rounds
 from asyncpipe.core.checks import check_choice
+from benchmarks.cases import CASES
 from benchmarks.peers.contestants import CONTESTANTS
+from benchmarks.turns import alternating
 
 __all__ = ["run", "show"]
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncpipe.bench.cases import RATE, Case
+from asyncpipe.bench.cases import Case
 from asyncpipe.bench.contestants import Contestant, contestant_of, pipe_of, pipelined, plain_loop
 from asyncpipe.bench.harness import seconds_of
 from asyncpipe.pipeline.result import StepResult
+from benchmarks.cases import RATE
 from benchmarks.peers.bare import bare_rank, bare_threads, links
 from benchmarks.peers.data_parallel import all_reduce_rank, ddp_rank
 from benchmarks.peers.two_processes import Prepare, torch_rank, two_processes

@@ -25,7 +25,7 @@ import torch
 from torch import distributed, nn
 
 from asyncpipe.bench.cases import Case, loss_fn
-from asyncpipe.bench.harness import interrupts_blocked
+from benchmarks.turns import interrupts_blocked
 
 __all__ = ["Ask", "Prepare", "meet", "torch_rank", "two_processes"]
 

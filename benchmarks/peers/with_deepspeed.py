@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.bench.cases import RATE, Case, loss_fn
+from asyncpipe.bench.cases import Case, loss_fn
+from benchmarks.cases import RATE
 from benchmarks.peers.two_processes import meet
 
 __all__ = ["deepspeed_rank"]

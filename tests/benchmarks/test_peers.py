@@ -14,8 +14,9 @@ import torch
 from preloaded import preloaded_context
 from torch import nn
 
-from asyncpipe.bench.cases import CASES, Case, mlp, plain_step
+from asyncpipe.bench.cases import Case, mlp, plain_step
 from benchmarks import peers
+from benchmarks.cases import CASES
 from benchmarks.peers import two_processes
 from benchmarks.peers.bare import bare_threads
 from benchmarks.peers.contestants import CONTESTANTS
