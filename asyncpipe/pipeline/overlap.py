@@ -22,7 +22,7 @@ def why_alone(parts: PipelineParts, tenancy: Tenancy, graph: TaskGraph, *, train
         return "stages on several devices share parameters or buffers"
     if parts.deferred:
         return "deferred batch norms count whole mini-batches"
-    if not tenancy.overlaps_steps:
+    if not tenancy.pool.has_built_in_policies:
         return "the devices have a policy that is not built in"
     if not training:
         return None

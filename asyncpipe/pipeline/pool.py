@@ -413,11 +413,6 @@ class Tenancy:
                 yield from self.pool.closed()
             raise
 
-    @property
-    def overlaps_steps(self) -> bool:
-        """Whether two steps may be under way at once: not where a policy that is not built in decides."""
-        return self.pool.has_built_in_policies
-
     def start(
         self, graph: TaskGraph, binder: Binder, line: Line[Execution], gates: Gates | None = None
     ) -> PortalCall[Execution]:

@@ -5,9 +5,7 @@ Who asks a backend does not ask which it is.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,25 +19,13 @@ from asyncpipe.ops.execute.learning_rates import load_schedule_states, schedule_
 from asyncpipe.ops.execute.optimizer_states import load_optimizer_states, optimizer_states, with_whole_states
 from asyncpipe.ops.execute.stage_files import StoredStages
 from asyncpipe.ops.model.state_files import copied_to_cpu
+from asyncpipe.pipeline.blocking import Blocking
 from asyncpipe.pipeline.build import PipelineParts
 from asyncpipe.pipeline.stage_states import StageStates
 from asyncpipe.pipeline.step_inputs import CutInputs
 from asyncpipe.runtime.waits import Waiting
 
 __all__ = ["StagesHere", "StagesToCome"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A mini-batch that this process makes: in a thread, for a coroutine, or on the thread that waits for it."""
-
-    make: Callable[[], CutInputs]
-
-    async def awaited(self) -> CutInputs:
-        return await asyncio.to_thread(self.make)
-
-    def wait(self) -> CutInputs:
-        return self.make()
 
 
 class StagesHere:
@@ -63,7 +49,7 @@ class StagesHere:
 
     def made(self, number: int) -> Waiting[CutInputs]:
         """The mini-batch that the feed makes for step ``number``. Raises what the feed raises."""
-        return (yield _Made(partial(CutInputs.from_feed, self._parts, number)))  # type: ignore[no-any-return]
+        return (yield Blocking(partial(CutInputs.from_feed, self._parts, number)))  # type: ignore[no-any-return]
 
     @property
     def compilations(self) -> Iterable[Compilation]:
