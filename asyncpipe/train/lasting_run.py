@@ -22,7 +22,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Protocol
 
 from asyncpipe.core.hosts import host_of, unit_of
 from asyncpipe.core.records.step_record import Observer
@@ -41,6 +40,7 @@ from asyncpipe.errors import (
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.train.drained_hosts import DrainedHosts
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
 from asyncpipe.train.next_move import LONGEST_PAUSE, Loss, Losses, MoveKind, loss_of, next_move, short
@@ -51,26 +51,12 @@ from asyncpipe.train.run_orders import RunOrders
 from asyncpipe.train.training_run import TrainingRun
 from asyncpipe.train.workload import Workload
 
-__all__ = ["DrainedHosts", "LastingRun"]
+__all__ = ["LastingRun"]
 
 _logger = logging.getLogger(__name__)
 
 FAIL, SPLIT, SHRINK = "fail", "split", "shrink"
 """Values of ``lost_host``. The fourth is "wait"."""
-
-
-class DrainedHosts(Protocol):
-    """The hosts that jobs are to get off, as somebody else decides. Used on the loop of the runs."""
-
-    def __contains__(self, unit: str) -> bool:
-        """Whether this host is drained, or this worker if its devices name no host."""
-
-    @property
-    def others(self) -> Sequence[str]:
-        """Devices that a job may have in the place of its own."""
-
-    def watch(self, changed: Callable[[], object]) -> Callable[[], object]:
-        """Have ``changed`` called whenever they change, until what this returns is called."""
 
 
 class LastingRun:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from asyncpipe.core.policies.share import Share
 from asyncpipe.errors import OptionError, ScheduleError
+from asyncpipe.train.drained_hosts import Watchable
 
 __all__ = ["NoMoreStepsError", "RunOrders"]
 
@@ -23,27 +24,27 @@ class NoMoreStepsError(ScheduleError):
     """The run has done its last step, so its schedule cannot be changed."""
 
 
-class RunOrders:
+class RunOrders(Watchable):
     """The orders of one run, through all its attempts and in whatever process it is; used on the run's loop only."""
 
     def __init__(self, share: Share | None = None) -> None:
+        super().__init__()
         self.stopping = False
         """Whether the run is to end after its step, with a last snapshot but without evaluation and sample."""
         self.share = share
         """The run's share of its pool; ``None`` for the pool's own."""
         self._schedules: deque[tuple[str, asyncio.Future[None]]] = deque()
         self._over = False
-        self._watchers: list[Callable[[], object]] = []
 
     def stop(self) -> None:
         """End the run after its step; before the first one, or while it waits for a batch, as soon as that is made."""
         self.stopping = True
-        self._tell()
+        self.announce()
 
     def change_share(self, share: Share) -> None:
         """Have another share of the pool from the next step on; with stages in workers, from the next run on."""
         self.share = share
-        self._tell()
+        self.announce()
 
     async def change_schedule(self, name: str) -> None:
         """Follow another schedule from the next step on; returns when the change is made.
@@ -56,17 +57,8 @@ class RunOrders:
             raise NoMoreStepsError(_OVER)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._schedules.append((name, done))
-        self._tell()
+        self.announce()
         await done
-
-    def watch(self, changed: Callable[[], object]) -> Callable[[], object]:
-        """Have ``changed`` called at each order, until what this returns is called."""
-        self._watchers.append(changed)
-        return lambda: self._watchers.remove(changed)
-
-    def _tell(self) -> None:
-        for changed in tuple(self._watchers):
-            changed()
 
     # The run's side
 

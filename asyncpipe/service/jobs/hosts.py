@@ -21,6 +21,7 @@ from asyncpipe.core.hosts import unit_of
 from asyncpipe.core.records.worker_notes import WorkerChange, WorkerState
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.train.drained_hosts import DrainedHosts
 
 __all__ = ["Hosts", "UnknownHostError", "WorkerStatus"]
 
@@ -58,58 +59,41 @@ class WorkerStatus:
     """The running jobs that have stages there."""
 
 
-class Hosts:
-    """The hosts of a service's pool; of the service's loop. Runs ask it which are drained (``DrainedHosts``)."""
+class Hosts(DrainedHosts):
+    """The hosts of a service's pool; of the service's loop. Runs ask it which are drained."""
 
     def __init__(
         self, pool: DevicePool, devices: Sequence[str], jobs_in: Callable[[], Mapping[str, Sequence[str]]]
     ) -> None:
         """``devices`` are the service's. ``jobs_in`` returns the workers of each running job."""
-        self.others = tuple(devices)
+        super().__init__(devices)
         self._pool = pool
         self._jobs_in = jobs_in
-        self._drained: set[str] = set()
-        self._watchers: list[Callable[[], object]] = []
         self._of_jobs: dict[tuple[str, str], int] = {}
         """By job and worker: the processes that jobs in processes of their own have started, and that are up."""
-
-    def __contains__(self, unit: str) -> bool:
-        return unit in self._drained
-
-    @property
-    def units(self) -> frozenset[str]:
-        """All hosts that are drained."""
-        return frozenset(self._drained)
 
     @property
     def leaving(self) -> frozenset[str]:
         """The devices of all hosts that are drained, by their names among the service's."""
-        gone = (devices for worker, devices in self._named().items() if unit_of(worker) in self._drained)
+        gone = (devices for worker, devices in self._named().items() if unit_of(worker) in self)
         return frozenset(device.partition("#")[0] for devices in gone for device in devices)
-
-    def watch(self, changed: Callable[[], object]) -> Callable[[], object]:
-        """Have ``changed`` called whenever a host is drained or undrained, until what this returns is called."""
-        self._watchers.append(changed)
-        return lambda: self._watchers.remove(changed)
 
     async def drain(self, host: str) -> Sequence[WorkerStatus]:
         """Have jobs leave ``host`` after their steps; its workers. Raises ``UnknownHostError``."""
-        return await self._change(host, self._drained.add)
+        return await self._change(host, self.units | {host})
 
     async def undrain(self, host: str) -> Sequence[WorkerStatus]:
         """Have jobs use ``host`` again; its workers. Raises ``UnknownHostError``."""
-        return await self._change(host, self._drained.discard)
+        return await self._change(host, self.units - {host})
 
-    async def _change(self, host: str, change: Callable[[str], object]) -> Sequence[WorkerStatus]:
+    async def _change(self, host: str, units: frozenset[str]) -> Sequence[WorkerStatus]:
         known = sorted({unit_of(name) for name in self._named()})
         if host not in known:
             raise UnknownHostError(host, known)
-        before = host in self._drained
-        change(host)
-        if before != (host in self._drained):
-            _logger.info("host %s is %s", host, "used again" if before else "drained: jobs leave it after their steps")
-            for changed in list(self._watchers):
-                changed()
+        if units != self.units:
+            how = "used again" if host in self else "drained: jobs leave it after their steps"
+            _logger.info("host %s is %s", host, how)
+            self.set(units)
         return [each for each in await self.workers() if each.host == host]
 
     def tell(self, job: str, change: WorkerChange) -> None:
@@ -140,7 +124,7 @@ class Hosts:
                     name=name,
                     host=unit_of(name),
                     up=name in up,
-                    draining=unit_of(name) in self._drained,
+                    draining=unit_of(name) in self,
                     machine=up[name].place.host if name in up else "",
                     pid=up[name].pid if name in up else 0,
                     heartbeat_seconds=_finite(up[name].silent_seconds) if name in up else None,
@@ -168,7 +152,7 @@ class Hosts:
 
     def drained(self) -> dict[str, bool]:
         """By host, whether it is drained. From any thread."""
-        return {host: host in self._drained for host in sorted({unit_of(name) for name in self._named()})}
+        return {host: host in self for host in sorted({unit_of(name) for name in self._named()})}
 
     def _named(self) -> dict[str, list[str]]:
         """The devices of each worker that the service's devices have."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from asyncpipe.service.jobs.isolation.messages import RunJob
 from asyncpipe.service.jobs.isolation.relay import REPORT_SECONDS, Relay, RelayedProgress
 from asyncpipe.service.jobs.run_outcome import EndedElsewhereError, RunEnding, RunOutcome, failure
 from asyncpipe.train.blocking_calls import in_thread
+from asyncpipe.train.drained_hosts import DrainedHosts
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.progress import TrainingSummary
 from asyncpipe.train.run_orders import RunOrders
@@ -56,7 +57,7 @@ class _OneRun:
         self._arbiter: Invitation | None = None
         """Who says whose turn it is on devices that others use as well."""
         self._task: asyncio.Task[TrainingSummary] | None = None
-        self._drained = _HostsAsTold()
+        self._drained = DrainedHosts()
         self._cancelling = False
 
     def handle(self, message: Any) -> Any:
@@ -130,27 +131,6 @@ class _OneRun:
         finally:
             output.end()
             self._orders.close()
-
-
-class _HostsAsTold:
-    """The hosts that are drained, as the service says: the run's ``DrainedHosts``."""
-
-    def __init__(self) -> None:
-        self.others: Sequence[str] = ()
-        self._hosts: frozenset[str] = frozenset()
-        self._watchers: list[Callable[[], object]] = []
-
-    def __contains__(self, unit: str) -> bool:
-        return unit in self._hosts
-
-    def set(self, hosts: frozenset[str]) -> None:
-        self._hosts = hosts
-        for changed in list(self._watchers):
-            changed()
-
-    def watch(self, changed: Callable[[], object]) -> Callable[[], object]:
-        self._watchers.append(changed)
-        return lambda: self._watchers.remove(changed)
 
 
 def _made(make_workload: bytes) -> Workload:
