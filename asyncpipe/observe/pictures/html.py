@@ -3,7 +3,7 @@
 The page is a single file; style and pictures are in it::
 
     ┌──────────────────────────────────────────────┐
-    │ table: makespan, bubble, peak, memory        │
+    │ table: makespan, bubble, peak                │
     ├──────────────────────────────────────────────┤
     │ ■ forward ■ backward …                       │
     ├──────────────────────────────────────────────┤
@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.predict.report import Report, peak_per_device, report
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.errors import OptionError
@@ -40,8 +39,6 @@ class ComparedStep:
     record: StepRecord
     virtual: bool
     """Whether times are units of a cost model instead of seconds; the same in every step of a page."""
-    memory: Sequence[int] | None = None
-    """Peak bytes of each device, if known."""
     detail: str = ""
     """A line below the heading, such as the shape and the costs."""
 
@@ -58,16 +55,13 @@ def html_comparison(steps: Sequence[ComparedStep], *, title: str = "Steps compar
         simulated = simulate(measured.graph, costs)
         page = html_comparison([ComparedStep("measured", measured, False), ComparedStep("simulated", simulated, False)])
 
-    Raises ``OptionError`` if there is no step, if virtual times are mixed with seconds, or if a step's memory is not
-    one number a device.
+    Raises ``OptionError`` if there is no step, and if virtual times are mixed with seconds.
     """
     _check(steps)
     results = [report(step.record) for step in steps]
     headings = ["step", "makespan", "of the shortest", "bubble", "peak in flight"]
-    if any(step.memory is not None for step in steps):
-        headings.append("peak memory")
     shortest = min(result.seconds for result in results)
-    cells = [list(_cells(*each, shortest))[: len(headings) - 1] for each in zip(steps, results, strict=True)]
+    cells = [list(_cells(*each, shortest)) for each in zip(steps, results, strict=True)]
     longest = max(result.end for result in results)
     placements = [step.record.graph.placement for step in steps]
     return rendered(
@@ -89,23 +83,16 @@ def _check(steps: Sequence[ComparedStep]) -> None:
         raise OptionError("steps must have at least one step to show")
     if len({step.virtual for step in steps}) > 1:
         raise OptionError("steps must be all virtual or all in seconds, since they share one time scale")
-    for step in steps:
-        devices = len(step.record.graph.devices)
-        if step.memory is not None and len(step.memory) != devices:
-            raise OptionError(
-                f"memory must have one number for each of {devices} devices, got {len(step.memory)} in {step.title!r}"
-            )
 
 
 def _cells(step: ComparedStep, result: Report, shortest: float) -> Iterator[tuple[str, str]]:
-    """Makespan, its ratio to the shortest one, bubble, peak in flight and memory; with each, the devices' own below."""
+    """Makespan, its ratio to the shortest one, bubble and peak in flight; with each, the devices' own below."""
     yield format_time(result.seconds, result.seconds, virtual=step.virtual), ""
     yield f"{result.seconds / shortest if shortest else 1.0:.1%}", ""
     idle = [1.0 - busy for busy in result.device_utilization.values()] if result.seconds else []
     yield f"{result.bubble_ratio:.1%}", _each(f"{bubble:.1%}" for bubble in idle)
     peaks = peak_per_device(result, step.record.graph)
     yield f"{max(peaks):.4g}", _each(f"{peak:.4g}" for peak in peaks)
-    yield ("–", "") if step.memory is None else (format_bytes(max(step.memory)), _each(map(format_bytes, step.memory)))
 
 
 def _each(texts: Iterable[str]) -> str:

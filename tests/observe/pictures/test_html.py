@@ -64,14 +64,6 @@ def test_the_table_has_the_figures_of_every_step() -> None:
     ]
 
 
-def test_memory_has_a_column_where_it_is_known() -> None:
-    record = simulated()
-    known = [ComparedStep("a", record, True, memory=[3 << 29, 10]), ComparedStep("c", record, True, [7, 7])]
-    page = html_comparison([*known, ComparedStep("b", record, True)])
-    wanted = ["peak memory", "1.5 GiB|1.5 GiB · 10 B", "7 B|on each device", "–"]
-    assert [row[-1] for row in table(page)] == wanted
-
-
 def test_every_task_tells_its_story() -> None:
     given = compared()
     stories = re.findall(r"<title>([^<]*)</title><rect", html_comparison(given))
@@ -109,7 +101,6 @@ def test_seconds_have_units_and_a_forward_step_is_shown_too() -> None:
             [ComparedStep("a", simulated(), True), ComparedStep("b", simulated(), False)],
             "all virtual or all in seconds",
         ),
-        ([ComparedStep("a", simulated(), True, memory=[1])], "one number for each of 2 devices, got 1 in 'a'"),
     ],
 )
 def test_steps_that_cannot_be_compared_are_refused(wrong: list[ComparedStep], message: str) -> None:
