@@ -171,20 +171,13 @@ def _by_user() -> tuple[tuple[Panel, int], ...]:
         decimals=0,
         runbook=("AsyncpipeJobsWaitTooLong",),
     )
-    used = PanelOptions(
-        title="Device time by user",
-        about="How many devices a user has had on average over the last minutes. The area below is device time.",
-        unit="none",
-    )
-    now, waiting, rates = (
+    now, waiting = (
         Query(total("user", series("user_running_devices")), "{{user}}"),
         Query(total("user", series("user_queued_jobs")), "{{user}}"),
-        Query(total("user", rate("user_device_seconds_total")), "{{user}}"),
     )
     return (
-        (lines(devices, now, stacked=True, held=True), 8),
-        (lines(used, rates, stacked=True), 8),
-        (lines(queued, waiting, stacked=True, held=True), 8),
+        (lines(devices, now, stacked=True, held=True), 12),
+        (lines(queued, waiting, stacked=True, held=True), 12),
     )
 
 

@@ -10,7 +10,6 @@ examples:
   asyncpipe jobs list --state failed --since -1d
   asyncpipe jobs list --tag night
   asyncpipe jobs list --mine
-  asyncpipe jobs whoami
   asyncpipe jobs watch
   asyncpipe jobs priority background charlm 01k8zq1m
   asyncpipe jobs cancel 01k8zq1m 01k8zq2r
@@ -235,7 +234,6 @@ SHOWN: dict[str, tuple[Command, Callable[[Any], str], Declare]] = {
     "retry": (asking.retry, texts.change_text, _goes_on),
     "fork": (asking.fork, texts.id_text, _goes_on),
     "delete": (asking.delete, texts.deleted_text, _delete),
-    "whoami": (asking.whoami, texts.me_text, _nothing),
     "workers": (asking.workers, texts.workers_table, _nothing),
     "drain": (asking.drain, texts.workers_table, _host),
     "undrain": (asking.undrain, texts.workers_table, _host),

@@ -52,14 +52,6 @@ def delete(client: JobClient, args: Args) -> Found:
     return client.delete(args.job, dry_run=args.dry_run)
 
 
-def whoami(client: JobClient, args: Args) -> Found:
-    """Show as whom the service knows you, and your quotas.
-
-    Shows the user, the teams, the role, and what of each quota is in use.
-    """
-    return client.me()
-
-
 def workers(client: JobClient, args: Args) -> Several:
     """Show the service's worker processes and their hosts.
 

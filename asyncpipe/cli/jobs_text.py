@@ -128,19 +128,6 @@ def change_text(job: Job) -> str:
     return f"{plain(job['name'])} ({plain(job['id'])}) is {_state(job)} at step {_steps(job)}: {plain(job['cause'])}"
 
 
-def me_text(me: Job) -> str:
-    """Who asks, and what of each quota is in use."""
-    teams = f", in {', '.join(me['teams'])}" if me["teams"] else ""
-    lines = [f"{me['user'] or 'no users are known: everybody'}{teams}, may {me['role']}"]
-    names = {"running_devices": "running devices", "queued": "queued jobs", "bytes": "on disk"}
-    for limit in me["limits"]:
-        for key, name in names.items():
-            text = format_bytes if key == "bytes" else str
-            if (most := limit["quota"][key]) is not None:
-                lines.append(f"{limit['name']}: {text(limit['use'][key] or 0)} of {text(most)} {name}")
-    return "\n".join(map(plain, lines))
-
-
 def id_text(job: Job) -> str:
     """The job's id."""
     return plain(job["id"])

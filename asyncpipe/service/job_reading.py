@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from asyncpipe.observe.live import LiveView
 from asyncpipe.service.access import Whose
@@ -94,12 +93,6 @@ class JobReading(ABC):
         """
         store = self.manager.jobs.store
         return await store.count(whose), await store.newest_change(whose)
-
-    async def use(self, owner: str, teams: Collection[str]) -> Sequence[Mapping[str, Any]]:
-        """What ``owner`` and each of ``teams`` that has a quota may have, and have: as of ``Quotas.use``."""
-        manager = self.manager
-        running = [run.record for run in list(manager.jobs.running.values())]
-        return await manager.quotas.use(owner, teams, running)
 
     async def runs(self, since: float) -> Sequence[DeviceRun]:
         """The runs, also of deleted jobs, that ended at ``since`` or later, or have not ended; the oldest first."""

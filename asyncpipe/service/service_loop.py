@@ -16,7 +16,8 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from asyncpipe.errors import AsyncpipeError
-from asyncpipe.runtime.portal import Portal, PortalCall, wait_uncancelled
+from asyncpipe.runtime.portal import Portal, PortalCall, whole
+from asyncpipe.runtime.waits import drive
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["ServiceDrainingError", "ServiceLoop"]
@@ -70,19 +71,7 @@ class ServiceLoop:
 
     async def hop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Await ``coroutine`` on the loop, for a caller on another one, whose cancellation cancels it."""
-        call = self._call(coroutine)
-        future = asyncio.wrap_future(call.future)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            call.cancel()
-            await wait_uncancelled(future)
-            future.cancelled() or future.exception()  # Retrieved: the cancellation is what the caller learns.
-            raise
-        finally:
-            # An exception refers to this frame; the frame must not refer to the exception, or both wait for the cycle
-            # collector.
-            del call, future
+        return await drive(whole(self._call(coroutine)))
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> PortalCall[_T]:
         """Start ``coroutine`` on the loop, from another one."""
@@ -91,10 +80,9 @@ class ServiceLoop:
             if self._is_closed:
                 coroutine.close()
                 raise ServiceDrainingError("the service is closed")
-            call = PortalCall(self._portal.loop, coroutine)
+            call = self._portal.submit(coroutine)
             self._calls.add(call.future)
             call.future.add_done_callback(self._calls.discard)
-            call.start()
         return call
 
     # Whether it answers

@@ -194,23 +194,15 @@ RUN = (
 def test_whose_jobs_they_are(service, capsys):
     service.add()
     assert "USER" not in jobs(capsys, "list")[0], "where there are no users"
-    assert jobs(capsys, "whoami")[0] == "no users are known: everybody, may operate\n"
     assert "the service knows no users" in jobs(capsys, "list", "--mine", status=2)[1]
     service.add(owner="alice", teams=["vision"])
-    amounts = {"running_devices": 4, "queued": None, "bytes": 2048}
-    limit = {"name": "alice", "quota": amounts, "use": {"running_devices": 1, "queued": 3, "bytes": 1024}}
-    service.me = {"user": "alice", "teams": ["vision"], "role": "submit", "limits": [limit]}
+    service.me = {"user": "alice", "teams": ["vision"], "role": "submit"}
     head, *rows = jobs(capsys, "list", "--user", "bob")[0].splitlines()
     assert [row[head.index("USER") :].split()[0] for row in rows] == ["queued", "alice"]
     jobs(capsys, "list", "--mine")
     jobs(capsys, "watch", "--mine", "--turns", "2", "--every", "0.01")
     asked = [path for _, path, _ in service.sent if path.startswith("/v1/jobs?")]
     assert [re.findall(r"owner=(\w+)", path) for path in asked] == [[], ["bob"], *([["alice"]] * 3)]
-    assert jobs(capsys, "whoami")[0].splitlines() == [
-        "alice, in vision, may submit",
-        "alice: 1 of 4 running devices",
-        "alice: 1 KiB of 2 KiB on disk",
-    ]
     assert re.search("^user +alice vision$", jobs(capsys, "show", IDS[1])[0], re.MULTILINE)
 
 

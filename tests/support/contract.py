@@ -29,7 +29,6 @@ SERVICE = {
     "job_log_failures_total": (),
     "worker_heartbeat_age_seconds": ("worker",),
     "host_draining": ("host",),
-    "user_device_seconds_total": ("user",),
     "user_queued_jobs": ("user",),
     "user_running_devices": ("user",),
 }

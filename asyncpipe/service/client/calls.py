@@ -189,7 +189,7 @@ class JobCalls(ABC, Generic[_Table, _Tables, _EachTable, _EachEvent, _File]):
         return self._many(self._pages("jobs", "/v1/jobs", query, after, limit))
 
     def me(self) -> _Table:
-        """Who asks: ``user`` (``None`` where there are no users), ``role``, ``teams``, and the ``limits`` of quotas."""
+        """Who asks: ``user`` (``None`` where there are no users), ``role``, ``teams`` and ``team_access``."""
         return self._ask("GET", "/v1/me", repeatable=True)
 
     def history(self, job: str) -> _Tables:

@@ -312,22 +312,6 @@ class DevicesAnswer(_ResponseModel):
     runs: list[RunAnswer] = Field(description="The last 5,000 of the last 24 hours, the oldest first.")
 
 
-class Amounts(_ResponseModel):
-    """Of what there are quotas; null: no limit, or not measured."""
-
-    running_devices: int | None
-    queued: int | None
-    bytes: int | None
-
-
-class LimitAnswer(_ResponseModel):
-    """What a user or a team may have, and has."""
-
-    name: str
-    quota: Amounts
-    use: Amounts
-
-
 class MeAnswer(_ResponseModel):
     """Who asks."""
 
@@ -335,7 +319,6 @@ class MeAnswer(_ResponseModel):
     role: TokenRole
     teams: list[str]
     team_access: str = Field(description="What the user may do with jobs of these teams: none, read or change.")
-    limits: list[LimitAnswer] = Field(description="Of the user, then of each team that has a quota.")
 
 
 class WorkersAnswer(_ResponseModel):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.service.access import Whose
-from asyncpipe.service.job_states import DeviceRequest, JobRecord, JobState
+from asyncpipe.service.job_states import DeviceRequest, JobRecord
 from asyncpipe.service.jobs.job_folder import files_of
 from asyncpipe.service.settings.quota_settings import Quota
 from asyncpipe.service.settings.service_settings import ServiceSettings
@@ -115,17 +115,6 @@ class Quotas:
 
     def _bytes(self, whose: Whose) -> int:
         return sum(size for _, size in self._sizes.get(whose, {}).values())
-
-    async def use(self, owner: str, teams: Collection[str], running: Iterable[JobRecord]) -> list[dict[str, Any]]:
-        """Of each limit its name, ``quota``, and what is in ``use`` of each; of bytes only where they have a limit."""
-        await self.measure(owner, teams)
-        running, found = list(running), []
-        for limit in self.limits(owner, teams):
-            queued = (await self._store.count(limit.whose))[JobState.QUEUED]
-            size = None if limit.quota.bytes is None else self._bytes(limit.whose)
-            use = {"running_devices": limit.devices_in_use(running), "queued": queued, "bytes": size}
-            found.append({"name": limit.name, "quota": limit.quota.model_dump(), "use": use})
-        return found
 
 
 def _sizes(

@@ -188,11 +188,10 @@ class ServiceMetrics(Collector):
         yield _family(gauge, "worker_heartbeat_age_seconds", text, self.heartbeats(), "worker")
         text = "1 while jobs are to leave the host, else 0. A worker that names no host is one by itself."
         yield _family(gauge, "host_draining", text, self.drained(), "host")
-        devices, queued, seconds_used = self.users.now()
+        devices, queued = self.users.now()
         text = "Devices of running jobs, each once for each job that has it, by the user whose jobs they are."
         yield _family(gauge, "user_running_devices", text, devices, "user")
         yield _family(gauge, "user_queued_jobs", "Queued jobs by user.", queued, "user")
-        yield _family(counter, "user_device_seconds", "Seconds that a user has had devices.", seconds_used, "user")
         yield _family(counter, "job_log_failures", "Failures to write the files of a job's log.", {(): log_failures})
 
 

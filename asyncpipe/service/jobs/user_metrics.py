@@ -1,4 +1,4 @@
-"""What users have of a service, for its metrics: devices now, jobs that wait, and device time until now.
+"""What users have of a service, for its metrics: devices and jobs that wait.
 
 The first ``MOST_USERS`` users that are seen have names of their own, and all others share ``other``: so a series never
 loses what it has counted. A job without an owner counts to nobody.
@@ -6,9 +6,8 @@ loses what it has counted. A job without an owner counts to nobody.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from threading import Lock
 
 from asyncpipe.service.job_states import JobRecord
@@ -22,16 +21,12 @@ MOST_USERS = 20
 class UserMetrics:
     """What users have; any thread may call any method."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._queued: dict[str, str] = {}
         """By job, the user's name."""
         self._running: dict[str, tuple[str, int]] = {}
         """By job, the user's name and how many devices."""
-        self._seconds: Counter[str] = Counter()
-        self._counted = clock()
-        """Until when ``_seconds`` has the time of the running jobs."""
         self._lock = Lock()
 
     def queued(self, record: JobRecord) -> None:
@@ -48,29 +43,20 @@ class UserMetrics:
     def began(self, record: JobRecord) -> None:
         """The job of ``record`` has its devices from now on."""
         with self._lock:
-            self._count()
             if record.owner is not None:
                 self._running[record.id] = self._name(record.owner), devices_of(record)
 
     def ended(self, job: str) -> None:
         """``job`` has no devices any more."""
         with self._lock:
-            self._count()
             self._running.pop(job, None)
 
-    def now(self) -> tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]:
-        """By name: the devices of running jobs, queued jobs, and seconds of devices in all."""
+    def now(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """By name: the devices of running jobs, and queued jobs."""
         with self._lock:
-            self._count()
             zero = dict.fromkeys(self._names.values(), 0.0)
             devices = Counter(name for name, count in self._running.values() for _ in range(count))
-            return zero | devices, zero | Counter(self._queued.values()), zero | self._seconds
-
-    def _count(self) -> None:
-        now, before = self._clock(), self._counted
-        self._counted = now
-        for name, devices in self._running.values():
-            self._seconds[name] += devices * max(now - before, 0.0)  # type: ignore[assignment]
+            return zero | devices, zero | Counter(self._queued.values())
 
     def _name(self, user: str) -> str:
         shared = user not in self._names and len(set(self._names.values())) >= MOST_USERS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,8 @@ async def test_a_run_is_read_whole_in_pages_from_its_end_and_as_text(
         }.items():
             _, page, _ = await api.ask("GET", place + query)
             assert [line["text"] for line in page["lines"]] == texts, query
-        async with api.session.get(f"{api.base}{place}.txt?run=1") as answer:
-            assert answer.headers["Content-Type"].startswith("text/plain")
-            assert re.fullmatch(r"\d{4}-\S+T\S+ stdout of the first run\n", await answer.text())
         assert [(await api.ask("GET", place + query))[0] for query in ("?tail=0", "?stream=x", "?run=0")] == [422] * 3
-        for path in ("logs", "logs.txt", "logs/events"):
+        for path in ("logs", "logs/events"):
             assert (await api.ask("GET", f"/v1/jobs/{NOBODY}/{path}"))[0] == 404
 
 

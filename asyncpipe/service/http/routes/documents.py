@@ -67,9 +67,9 @@ async def me(service: Service, request: Request) -> models.MeAnswer:
     """Who asks, what the role is, and what quotas allow; without users, somebody who may do everything."""
     holder = holder_of(request)
     if holder is None:
-        return models.MeAnswer(user=None, role=TokenRole.OPERATE, teams=[], team_access="change", limits=[])
-    more = {"team_access": service.settings.team_access, "limits": await service.use(holder.user, holder.teams)}
-    return models.MeAnswer.model_validate({**holder._asdict(), "teams": list(holder.teams), **more})
+        return models.MeAnswer(user=None, role=TokenRole.OPERATE, teams=[], team_access="change")
+    access = service.settings.team_access
+    return models.MeAnswer(user=holder.user, role=holder.role, teams=list(holder.teams), team_access=access)
 
 
 @router.get("/failures")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from datetime import datetime
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Depends, Header, Query, Request
-from fastapi.responses import StreamingResponse
 
 from asyncpipe.observe.live.event_streams import EventStream, until
 from asyncpipe.service.http import models
@@ -23,7 +21,6 @@ __all__ = ["router"]
 router = api_router("/v1/jobs/{id}")
 
 MOST_LINES = 10_000
-TEXT: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 async def _asked(
@@ -52,19 +49,6 @@ async def logs(asked: AskedLogs) -> models.LogsAnswer:
     page = await anext(said(begin, tail=tail), None) or SaidPage(begin >> 40, begin, [])
     more = tail is None and bool(page.lines)
     return models.LogsAnswer.model_validate({**page._asdict(), "runs": runs, "more": more})
-
-
-@router.get("/logs.txt", response_class=StreamingResponse, responses=TEXT)
-async def logs_as_text(asked: AskedLogs) -> StreamingResponse:
-    """All that a run of a job said, as text."""
-    _, begin, tail, said = asked
-    pages = said(begin, tail=tail)
-    return StreamingResponse((_text(page) async for page in pages), media_type="text/plain")
-
-
-def _text(page: SaidPage) -> str:
-    times = [datetime.fromtimestamp(line.at).astimezone().isoformat(timespec="seconds") for line in page.lines]
-    return "".join(f"{at} {line.stream} {line.text}\n" for at, line in zip(times, page.lines, strict=True))
 
 
 @router.get("/logs/events", status_code=200, response_class=EventStream, responses=EVENTS)

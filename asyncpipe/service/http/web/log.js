@@ -19,7 +19,6 @@ async function load() {
   if (own !== turn || !page) return;
   $('said-section').hidden = false;
   fill($('log-run'), page.runs, () => [make('option', 'the last run', { value: '' }), ...page.runs.toReversed().map(run => make('option', `run ${run}`, { value: run }))]);
-  $('log-whole').href = address(`v1/jobs/${job}/logs.txt?${query()}`);
   box.replaceChildren();
   next = page.next;
   add(page);
