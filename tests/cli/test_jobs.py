@@ -68,7 +68,7 @@ class Service:
     keys: dict[str, str] = field(default_factory=dict)
     sent: list[tuple[str, str, Any]] = field(default_factory=list)
     events: str = ""
-    me: dict[str, Any] = field(default_factory=lambda: {"user": None, "teams": [], "role": "operate", "limits": []})
+    me: dict[str, Any] = field(default_factory=lambda: {"user": None, "teams": [], "role": "operate"})
     holds: threading.Event | None = None
     """A stream of events waits for this behind its last one, where there is one."""
 
@@ -221,7 +221,7 @@ def test_a_job_file_becomes_a_submission_and_says_what_does_not_apply(service, c
     assert sent == {
         "name": "charlm",
         "entry": "charlm:build",
-        "parameters": {"width": 144, "blocks": 4, "heads": 4, "context": 64},
+        "parameters": {"width": 144, "blocks": 4, "heads": 4, "context": 64, "prompt": "def "},
         "pipeline": {
             "devices": ["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
             "microbatches": 8,
