@@ -36,7 +36,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import heapify, heappop, heapreplace
+from heapq import merge
 from itertools import islice
 from typing import TypeAlias
 
@@ -83,14 +83,12 @@ class _Places:
     def __getitem__(self, number: int) -> tuple[float, _Place]:
         return self.rank + number * self.step, self.line[number]
 
+    def __iter__(self) -> Iterator[tuple[float, _Place]]:
+        return map(self.__getitem__, range(len(self.line)))
+
     def before(self, other: tuple[float, _Place]) -> int:
         """How many are before the place ``other``."""
-        found = min(max(int((other[0] - self.rank) / self.step), 0), len(self.line))
-        while found < len(self.line) and self[found] < other:
-            found += 1
-        while found and self[found - 1] >= other:
-            found -= 1
-        return found
+        return bisect_left(range(len(self.line)), other, key=self.__getitem__)
 
 
 class JobQueue:
@@ -131,15 +129,8 @@ class JobQueue:
     def ordered(self, now: float = 0.0) -> Iterator[JobRecord]:
         """The jobs in their order, by what users have used until ``now``."""
         for is_background in (False, True):
-            heads = [(*places[0], 0, places) for places in self._ranked(is_background, now)]
-            heapify(heads)
-            while heads:
-                _, (*_, job), number, places = heads[0]
+            for _, (*_, job) in merge(*self._ranked(is_background, now)):
                 yield self._jobs[job][2]
-                if number + 1 < len(places.line):
-                    heapreplace(heads, (*places[number + 1], number + 1, places))
-                else:
-                    heappop(heads)
 
     def before(self, job: str, now: float = 0.0) -> int:
         """How many wait before ``job``, which waits as well."""
