@@ -14,7 +14,7 @@ from asyncpipe.service.job_states import JobRecord, JobState, PriorityClass
 from asyncpipe.service.jobs.artifacts import Artifact
 from asyncpipe.service.jobs.hosts import WorkerStatus
 from asyncpipe.service.jobs.outlook import Outlook
-from asyncpipe.service.jobs.run_log import SaidLine, SaidPage
+from asyncpipe.service.jobs.run_log import SaidLine
 from asyncpipe.service.store.failures import FailureGroup
 from asyncpipe.service.token_roles import TokenRole
 
@@ -195,11 +195,6 @@ class SaidAnswer(_ResponseModel):
     run: int = Field(description="0 if no run has said anything.")
     lines: list[SaidLine]
     next: int = Field(description="The value of `after` for what follows.")
-
-    @classmethod
-    def of_page(cls, page: SaidPage) -> SaidAnswer:
-        """The answer for one page."""
-        return cls.model_validate(page._asdict())
 
 
 class LogsAnswer(SaidAnswer):

@@ -64,7 +64,7 @@ async def counts(service: Service, seen: Seen) -> models.CountsAnswer:
 
 @router.get("/me")
 async def me(service: Service, request: Request) -> models.MeAnswer:
-    """Who asks, what the role is, and what quotas allow; without users, somebody who may do everything."""
+    """Who asks, with which role and of which teams; without users, somebody who may do everything."""
     holder = holder_of(request)
     if holder is None:
         return models.MeAnswer(user=None, role=TokenRole.OPERATE, teams=[], team_access="change")

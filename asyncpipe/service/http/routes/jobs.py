@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Body, Header, Query, Request, Response
 from pydantic import Field
 
-from asyncpipe.observe.live.event_streams import EventStream, until
+from asyncpipe.observe.live.event_streams import EventStream
 from asyncpipe.service.http import models
-from asyncpipe.service.http.access_control import still_known
-from asyncpipe.service.http.event_stream import job_events
+from asyncpipe.service.http.event_stream import event_stream
 from asyncpipe.service.http.problems import invalid
 from asyncpipe.service.http.routes.common import (
     Cause,
@@ -39,6 +37,9 @@ Key: TypeAlias = Annotated[
 Count: TypeAlias = Annotated[int, Field(ge=1, le=models.MOST_LISTED)]
 EVENT = {"type": "object", "properties": {key: {"type": "string"} for key in ("id", "event", "data")}}
 EVENTS: dict[int | str, Any] = {200: {"content": {EventStream.media_type: {"schema": EVENT}}}}
+LastSeen: TypeAlias = Annotated[
+    Step | None, Header(alias="Last-Event-ID", description="the last event that the client has")
+]
 Since: TypeAlias = Annotated[float | None, Query(ge=0, lt=1e15, description="Unix time: only jobs that changed since")]
 Word: TypeAlias = Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)]
 
@@ -158,11 +159,8 @@ async def events(
     request: Request,
     job: JobId,
     after: Annotated[Step, Query(description="only events that follow this one")] = 0,
-    seen: Annotated[
-        Step | None, Header(alias="Last-Event-ID", description="the last event that the client has")
-    ] = None,
+    seen: LastSeen = None,
 ) -> EventStream:
     """Events of a job as they happen."""
     await service.get(job)
-    state, following = request.app.state, job_events(service, job, after if seen is None else seen)
-    return EventStream(until(state.closing, partial(still_known, request), following), state.places.place(request))
+    return event_stream(request, service, job, service.follow(job, after if seen is None else seen))

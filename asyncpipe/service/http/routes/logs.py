@@ -6,14 +6,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
-from fastapi import Depends, Header, Query, Request
+from fastapi import Depends, Query, Request
 
-from asyncpipe.observe.live.event_streams import EventStream, until
+from asyncpipe.observe.live.event_streams import EventStream
 from asyncpipe.service.http import models
-from asyncpipe.service.http.access_control import still_known
-from asyncpipe.service.http.event_stream import job_said
+from asyncpipe.service.http.event_stream import event_stream
 from asyncpipe.service.http.routes.common import JobId, Service, Step, api_router
-from asyncpipe.service.http.routes.jobs import EVENTS
+from asyncpipe.service.http.routes.jobs import EVENTS, LastSeen
 from asyncpipe.service.jobs.run_log import STREAMS, SaidPage, place_of
 
 __all__ = ["router"]
@@ -57,12 +56,9 @@ async def log_events(
     request: Request,
     job: JobId,
     asked: AskedLogs,
-    seen: Annotated[
-        Step | None, Header(alias="Last-Event-ID", description="the last event that the client has")
-    ] = None,
+    seen: LastSeen = None,
 ) -> EventStream:
     """What a job says, as it says it."""
     _, begin, tail, said = asked
     pages = said(begin, tail=tail, follow=True) if seen is None else said(seen, follow=True)
-    state, following = request.app.state, job_said(service, job, pages)
-    return EventStream(until(state.closing, partial(still_known, request), following), state.places.place(request))
+    return event_stream(request, service, job, pages)
