@@ -20,7 +20,7 @@ from asyncpipe.observe.pictures.svg import svg_timeline
 from asyncpipe.observe.pictures.trace import write_trace
 from asyncpipe.train.job_file import Job, job_file_error
 
-__all__ = ["TraceRecorder", "WrittenFiles", "make_folders"]
+__all__ = ["TraceRecorder", "WrittenFiles", "make_folders", "with_errors"]
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class TraceRecorder:
 
     def step_completed(self, record: StepRecord) -> None:
         """Keep ``record``, and drop the oldest if there are enough."""
-        self._records.append(record if record.outcome is Outcome.OK else _without_frames(record))
+        self._records.append(record if record.outcome is Outcome.OK else with_errors(record, _named))
         if self._most_tasks is not None:
             while len(self._records) > 1 and sum(len(each.graph.tasks) for each in self._records) > self._most_tasks:
                 self._records.popleft()
@@ -73,10 +73,10 @@ class TraceRecorder:
         )
 
 
-def _without_frames(record: StepRecord) -> StepRecord:
-    """``record`` with its errors replaced by their names: tracebacks keep tensors of the step alive."""
+def with_errors(record: StepRecord, told: Callable[[BaseException], BaseException]) -> StepRecord:
+    """``record``, with what ``told`` makes of each of its errors in the place of the error."""
     journal = [
-        (at, replace(event, error=_named(event.error)))
+        (at, replace(event, error=told(event.error)))
         if isinstance(event, TaskFailed | StepFinished | StepCompleted) and event.error is not None
         else (at, event)
         for at, event in record.journal
@@ -85,6 +85,7 @@ def _without_frames(record: StepRecord) -> StepRecord:
 
 
 def _named(error: BaseException) -> Exception:
+    """An error called like ``error``, without its traceback, which keeps tensors of the step alive."""
     made: Exception = type(type(error).__name__, (Exception,), {})()
     return made
 

@@ -15,9 +15,10 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
-from asyncpipe.core.records.step_record import Observer, StepRecord
+from asyncpipe.core.records.step_record import Observer
 from asyncpipe.core.records.worker_notes import WorkerChange, WorkerWatcher
 from asyncpipe.errors import WorkerLostError
 from asyncpipe.observe.metrics import PipelineCollector
@@ -172,7 +173,7 @@ class ProcessRun:
             case StepsSeen():
                 self._collector.merge(message.totals)
                 for record in message.records:
-                    self._tell(object, partial(_step_completed, record=record))
+                    self._tell(object, methodcaller("step_completed", record))
                 self._hung(message.hung - self._hangs)
                 self._hangs = message.hung
             case WorkerChange():
@@ -180,14 +181,8 @@ class ProcessRun:
                 self._tell(WorkerWatcher, lambda each: each.worker_changed(message))
             case RunStarted():
                 self._progress.started(message)
-            case ("entered", phase):
-                self._progress.entered(phase)
-            case ("noted", level, text):
-                self._progress.noted(level, text)
-            case ("waiting", reason):
-                self._progress.waiting(reason)
-            case ("snapshot", step, path):
-                self._progress.snapshot(step, path)
+            case ("entered" | "noted" | "waiting" | "snapshot" as what, *told):
+                getattr(self._progress, what)(*told)
             case ("keep", number):
                 self._begin(self._keep(number))
 
@@ -209,7 +204,3 @@ class ProcessRun:
                 _logger.exception("observer %r failed and is removed", observer)
                 self._observers.remove(observer)
                 self._collector.observer_failed("raised")
-
-
-def _step_completed(observer: Observer, record: StepRecord) -> None:
-    observer.step_completed(record)

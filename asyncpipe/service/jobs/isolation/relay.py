@@ -10,7 +10,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from asyncpipe.core.engine.events import Command, Event, Outcome, StepCompleted, StepFinished, TaskFailed
+from asyncpipe.core.engine.events import Outcome
 from asyncpipe.core.records.step_record import StepRecord
 from asyncpipe.core.records.worker_notes import WorkerChange
 from asyncpipe.errors import RemoteError
@@ -19,6 +19,7 @@ from asyncpipe.runtime.workers.remote_errors import portable_error
 from asyncpipe.service.jobs.isolation.messages import StepsSeen
 from asyncpipe.service.jobs.run_log import RunLog
 from asyncpipe.train.progress import ProgressSink, RunStarted, StepProgress
+from asyncpipe.train.trace_files import with_errors
 
 __all__ = ["Relay", "RelayedProgress"]
 
@@ -49,7 +50,7 @@ class Relay(PipelineCollector):
         if record.outcome is Outcome.OK:
             self._done.append(record)
         else:
-            self._spoiled.append(self._portable(record))
+            self._spoiled.append(with_errors(record, self._told_error))
 
     def worker_changed(self, change: WorkerChange) -> None:
         super().worker_changed(change)
@@ -64,16 +65,6 @@ class Relay(PipelineCollector):
         records = sorted([*done, *spoiled], key=lambda record: record.step)
         self._send(StepsSeen(records, self.drain(), self.hung()))
         return max(REPORT_SECONDS, REST * (thread_time() - began))
-
-    def _portable(self, record: StepRecord) -> StepRecord:
-        """``record``, whose errors are such that the service can read."""
-
-        def portable(event: Event | Command) -> Event | Command:
-            if isinstance(event, TaskFailed | StepFinished | StepCompleted) and event.error is not None:
-                return replace(event, error=self._told_error(event.error))
-            return event
-
-        return replace(record, journal=[(at, portable(event)) for at, event in record.journal])
 
     def _told_error(self, error: BaseException) -> BaseException:
         """``error``, if the other process surely knows its class; or one that is called so."""
