@@ -1,4 +1,4 @@
-"""Calls in threads, for coroutines that wait for them: what a call raises, and what a cancellation does."""
+"""What coroutines wait for: calls in threads, what these raise and what a cancellation does, and events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from asyncpipe.runtime.portal import wait_uncancelled
 
-__all__ = ["call_for_future", "wait_to_end"]
+__all__ = ["call_for_future", "set_within", "wait_to_end"]
 
 _T = TypeVar("_T")
 
@@ -38,3 +38,13 @@ async def wait_to_end(future: asyncio.Future[_T]) -> _T:
         await wait_uncancelled(future)
         future.exception()  # Marks the exception as retrieved; the caller gets the cancellation instead.
         raise
+
+
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Whether ``event`` was set within ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from asyncpipe.core.hosts import host_of, unit_of
@@ -40,6 +40,7 @@ from asyncpipe.errors import (
 from asyncpipe.observe.metrics import PipelineCollector
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.runtime.thread_calls import set_within
 from asyncpipe.train.drained_hosts import DrainedHosts
 from asyncpipe.train.import_path import import_path
 from asyncpipe.train.job_file import AUTO, Job, blaming_key, job_file_error
@@ -253,7 +254,7 @@ class LastingRun:
                 self._losses = losses = replace(losses, gone=move.gone)
                 if move.seconds:
                     self._progress.waiting(move.text)
-                    await self._change_within(move.seconds)
+                    await set_within(self._changed, move.seconds)
                 elif move.text:
                     self._note(move.text)
                 if move.kind is MoveKind.GO_ON:
@@ -364,8 +365,3 @@ class LastingRun:
     def _note(self, text: str) -> None:
         _logger.warning("job %s: %s", self._job.name, redacted(text))
         self._progress.noted(logging.WARNING, text)
-
-    async def _change_within(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()

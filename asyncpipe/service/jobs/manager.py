@@ -25,6 +25,7 @@ from typing import Any
 
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.pipeline.pool import DevicePool
+from asyncpipe.runtime.thread_calls import set_within
 from asyncpipe.service.job_states import JobRecord, JobState
 from asyncpipe.service.jobs.active_jobs import ActiveJobs
 from asyncpipe.service.jobs.deadlines import end_overdue
@@ -59,7 +60,7 @@ from asyncpipe.train.blocking_calls import in_thread
 from asyncpipe.train.lasting_run import LastingRun
 from asyncpipe.train.workload import Workload
 
-__all__ = ["Manager", "set_within"]
+__all__ = ["Manager"]
 
 _logger = logging.getLogger(__name__)
 
@@ -404,13 +405,3 @@ class Manager:
     def _log_failed(self, job: str, text: str) -> None:
         _logger.error("job %s: %s", job, text)
         self.metrics.log_failed()
-
-
-async def set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether ``event`` was set within ``seconds``."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

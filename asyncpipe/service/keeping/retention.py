@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from asyncpipe.errors import AsyncpipeError
+from asyncpipe.runtime.thread_calls import set_within
 from asyncpipe.service.job_states import FINAL_STATES, JobStateError
 from asyncpipe.service.jobs.job_folder import SNAPSHOTS
-from asyncpipe.service.jobs.manager import Manager, set_within
+from asyncpipe.service.jobs.manager import Manager
 from asyncpipe.service.settings.retention_settings import RetentionRule, RetentionSettings
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.finding import JobHead
