@@ -238,6 +238,7 @@ SHOWN: dict[str, tuple[Command, Callable[[Any], str], Declare]] = {
     "drain": (asking.drain, texts.workers_table, _host),
     "undrain": (asking.undrain, texts.workers_table, _host),
     "schedule": (asking.schedule, texts.change_text, _schedule),
+    "failures": (asking.failures, texts.failures_table, _failures),
     "artifacts": (asking.artifacts, texts.artifacts_table, _job),
 }
 """Commands that ask the service once and show its answer: what asks, what shows, and the arguments."""
@@ -256,7 +257,6 @@ OTHERS: dict[str, tuple[Command, Declare]] = {
     "watch": (watching.watch, _watch),
     "follow": (watching.follow, _job),
     "logs": (watching.logs, _logs),
-    "failures": (watching.failures, _failures),
     "losses": (watching.losses, _losses),
     "download": (download, _download),
     "wait": (watching.wait, _wait),

@@ -82,6 +82,15 @@ def schedule(client: JobClient, args: Args) -> Found:
     return client.change_schedule(args.job, args.schedule)
 
 
+def failures(client: JobClient, args: Args) -> Several:
+    """Show jobs that have failed, grouped by what went wrong and where.
+
+    A group has all jobs whose last failure has the same root line: the type of the first error, its message without
+    numbers and folders, and the innermost frame of the job's own code. `list --root LINE` shows all jobs of a group.
+    """
+    return client.failures(args.since)
+
+
 def artifacts(client: JobClient, args: Args) -> Several:
     """Show what of a job can be downloaded."""
     return client.artifacts(args.job)

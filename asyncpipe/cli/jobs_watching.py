@@ -16,7 +16,6 @@ from asyncpipe.cli.jobs_text import (
     LOSSES_HEAD,
     EventPrinter,
     change_text,
-    failures_table,
     jobs_table,
     loss_line,
     plain,
@@ -167,17 +166,6 @@ def logs(client: JobClient, args: argparse.Namespace) -> int:
     colours = sys.stdout.isatty()
     for line in client.logs(args.job, run=args.attempt, stream=args.stream, tail=args.tail, follow=args.follow):
         print(json.dumps(line) if args.json else said_line(line, colours=colours), flush=args.follow)
-    return 0
-
-
-def failures(client: JobClient, args: argparse.Namespace) -> int:
-    """Show jobs that have failed, grouped by what went wrong and where.
-
-    A group has all jobs whose last failure has the same root line: the type of the first error, its message without
-    numbers and folders, and the innermost frame of the job's own code. `list --root LINE` shows all jobs of a group.
-    """
-    found = client.failures(args.since)
-    print(json.dumps(found) if args.json else failures_table(found))
     return 0
 
 

@@ -23,6 +23,7 @@ import logging
 import pickle
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from os import PathLike
@@ -84,16 +85,16 @@ class Resumable(Protocol):
 NO_STATE: Final[Mapping[str, Resumable]] = MappingProxyType({})
 
 
+@dataclass(eq=False, slots=True)
 class Saves:
     """The saves and loads of one pipeline, one after the other, for both kinds of callers."""
 
-    def __init__(self, parts: PipelineParts, tenancy: Tenancy, feeding: Feeding, stages: StagesHere) -> None:
-        self._parts = parts
-        self._tenancy = tenancy
-        self._feeding = feeding
-        self._stages = stages
-        self._line = Turn()
-        """Held from the copies of a save until it is on disk."""
+    parts: PipelineParts
+    tenancy: Tenancy
+    feeding: Feeding
+    stages: StagesHere
+    line: Turn = field(default_factory=Turn)
+    """Held from the copies of a save until it is on disk."""
 
     def save(
         self, folder: _Folder, state: Mapping[str, Resumable], extra: object, layout: SaveFormat, *, blocking: bool
@@ -103,28 +104,28 @@ class Saves:
             raise OptionError(f"format must be one of {', '.join(get_args(SaveFormat))}, got {layout!r}")
         if layout == "safetensors" and find_spec("safetensors") is None:
             raise OptionError("format='safetensors' needs the package safetensors; install it, or give format='dcp'")
-        self._tenancy.check_caller(blocking=blocking)
+        self.tenancy.check_caller(blocking=blocking)
         final = Path(folder).resolve()
-        yield from self._line.acquired(nested=False)
+        yield from self.line.acquired(nested=False)
         try:
             write = yield from self._between_steps(self._copied(final, layout, state, extra), blocking=blocking)
             thread = ThreadPoolExecutor(1, thread_name_prefix="asyncpipe-save")
             saving = thread.submit(call_for_future, write)
         except BaseException:
-            self._line.release()
+            self.line.release()
             raise
         saving.add_done_callback(partial(self._written, final))
         thread.shutdown(wait=False)
         return saving
 
     def _written(self, final: Path, saving: Future[None]) -> None:
-        self._line.release()
+        self.line.release()
         if not saving.cancelled() and (error := saving.exception()) is not None:
             _logger.error("nothing was saved to %s: %s", final, error)
 
     def load(self, folder: _Folder, state: Mapping[str, Resumable], *, blocking: bool) -> Waiting[Any]:
         """As ``Pipeline.load``."""
-        self._tenancy.check_caller(blocking=blocking)
+        self.tenancy.check_caller(blocking=blocking)
         yield from self.ended()
         return (
             yield from self._between_steps(self._loaded(newest_of(Path(folder).resolve()), state), blocking=blocking)
@@ -132,23 +133,23 @@ class Saves:
 
     def ended(self) -> Waiting[None]:
         """Wait for the save that is being written, if any."""
-        if self._tenancy.is_up:
-            self._tenancy.check_process()  # The child of a fork has no thread that writes.
-        yield from self._line.acquired(nested=False)
-        self._line.release()
+        if self.tenancy.is_up:
+            self.tenancy.check_process()  # The child of a fork has no thread that writes.
+        yield from self.line.acquired(nested=False)
+        self.line.release()
 
     def _between_steps(self, steps: Waiting[_T], *, blocking: bool) -> Waiting[_T]:
-        yield from self._tenancy.turn.acquired(nested=blocking)
+        yield from self.tenancy.turn.acquired(nested=blocking)
         try:
-            self._tenancy.check()
-            self._parts.check_between_steps()
+            self.tenancy.check()
+            self.parts.check_between_steps()
             return (yield from steps)
         finally:
-            self._tenancy.turn.release()
+            self.tenancy.turn.release()
 
     @property
     def _generator(self) -> torch.Generator:
-        return self._parts.options.generator or torch.default_generator
+        return self.parts.options.generator or torch.default_generator
 
     # Saving
 
@@ -156,12 +157,12 @@ class Saves:
         self, final: Path, layout: SaveFormat, state: Mapping[str, Resumable], extra: object
     ) -> Waiting[Callable[[], None]]:
         """What is left to do when everything is copied."""
-        values, is_dcp = self._stages.values, layout == "dcp"
+        values, is_dcp = self.stages.values, layout == "dcp"
         about_run = {
             "generator": self._generator.get_state(),
-            "steps": self._feeding.steps,
-            "feed_step": self._feeding.step,
-            "optimizers": self._parts.options.optimizer is not None,
+            "steps": self.feeding.steps,
+            "feed_step": self.feeding.step,
+            "optimizers": self.parts.options.optimizer is not None,
             "state": {name: each.state_dict() for name, each in state.items()},
             "extra": extra,
         }
@@ -179,11 +180,11 @@ class Saves:
         """Write what is copied: ``state`` of the model, if it is not among what the ``values`` write."""
         with new_folder(final, replace=True) as folder:
             sums = values.write_copies(folder, dcp=state is None)
-            written = set() if state is None else write_weights(self._parts.module, folder, state)
+            written = set() if state is None else write_weights(self.parts.module, folder, state)
             run["is_adapter"] = (folder / "adapter_config.json").exists()
             run["names"] = self._needed(is_adapter=run["is_adapter"])
             if state is not None:
-                named = state_names(self._parts.staged)
+                named = state_names(self.parts.staged)
                 has = {named[name].first for name in written}
                 rest = {name: state[name] for name in run["names"] if named[name].first not in has}
                 sums[_REST] = write_state(folder / _REST, rest)
@@ -198,7 +199,7 @@ class Saves:
 
     def _needed(self, *, is_adapter: bool) -> list[str]:
         """The names of what a folder must have of the model's state: of one with adapters, what trains and buffers."""
-        module = self._parts.module
+        module = self.parts.module
         names = list(module.state_dict())
         if not is_adapter:
             return names
@@ -210,9 +211,9 @@ class Saves:
     def _loaded(self, folder: Path, state: Mapping[str, Resumable]) -> Waiting[Any]:
         stored, run = yield Blocking(partial(self._checked, folder, state))
         # First: it checks that there are as many parameter groups.
-        yield Blocking(partial(self._stages.values.load_schedule_states, run["schedules"]))
-        yield Blocking(partial(self._stages.values.read_stages, stored))
-        self._feeding.steps, self._feeding.step = run["steps"], run["feed_step"]
+        yield Blocking(partial(self.stages.values.load_schedule_states, run["schedules"]))
+        yield Blocking(partial(self.stages.values.read_stages, stored))
+        self.feeding.steps, self.feeding.step = run["steps"], run["feed_step"]
         for name, each in state.items():
             each.load_state_dict(run["state"][name])
         self._generator.set_state(run["generator"])  # Last: nothing may draw after it.
@@ -228,7 +229,7 @@ class Saves:
         weights = [folder / name for name in sorted(sums) if name.endswith(SAFETENSORS) or name == _REST]
         optimizers = [folder / name for name in sums if name.startswith("optimizer-")]
         stored = StoredStages(weights, optimizers, dcp=folder if about["is_dcp"] else None)
-        named = state_names(self._parts.staged)
+        named = state_names(self.parts.staged)
         try:
             run = read_state(folder / _PIPELINE)
             shapes, optimized = stored_model(stored, named, only_shapes=True), stored_names(stored)
@@ -236,16 +237,16 @@ class Saves:
             raise OptionError(f"{folder}: is refused: it holds more than tensors and plain values") from error
         if missing := sorted(set(state) - run["state"].keys()):
             raise OptionError(f"{folder}: has no state of {', '.join(missing)}")
-        if run["optimizers"] != (self._parts.options.optimizer is not None):
+        if run["optimizers"] != (self.parts.options.optimizer is not None):
             which = "with" if run["optimizers"] else "without"
             raise StateDictError(f"{folder}: was saved {which} optimizer=, unlike this pipeline; give it the same")
-        self._stages.check_schedules(run["schedules"])
+        self.stages.check_schedules(run["schedules"])
         firsts = {named[name].first: value for name, value in shapes.items()}
-        known, needed = self._parts.module.state_dict(), self._needed(is_adapter=run["is_adapter"])
+        known, needed = self.parts.module.state_dict(), self._needed(is_adapter=run["is_adapter"])
         found = {name: firsts.get(named[name].first) if name in named else None for name in run["names"]}
         kept = {name: known[name] for name in known.keys() - needed}
-        self._stages.check_state(kept | found | shapes, strict=True)
-        check_optimizer_states({name: {} for name in optimized}, self._parts.module, tuple)
+        self.stages.check_state(kept | found | shapes, strict=True)
+        check_optimizer_states({name: {} for name in optimized}, self.parts.module, tuple)
         return stored, run
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,24 +105,22 @@ def one_step(
         tenancy.turn.release()
 
 
+@dataclass(eq=False, slots=True)
 class StepRun:
     """The steps of one ``steps`` call that are under way."""
 
-    def __init__(
-        self, parts: PipelineParts, tenancy: Tenancy, feeding: Feeding, options: StepOptions, ahead: int
-    ) -> None:
-        self.ahead = ahead
-        self.feeding = feeding
-        self._parts = parts
-        self.tenancy = tenancy
-        self._options = options
-        self._line: Line[Any] = Line()
-        self.under_way: deque[tuple[Step, PortalCall[Any]]] = deque()
+    parts: PipelineParts
+    tenancy: Tenancy
+    feeding: Feeding
+    options: StepOptions
+    ahead: int
+    line: Line[Any] = field(default_factory=Line)
+    under_way: deque[tuple[Step, PortalCall[Any]]] = field(default_factory=deque)
 
     def prepare(self, value: Any) -> Waiting[Step]:
         """Check and cut a mini-batch."""
         x, target, learning_rate, items = _as_batch(value)
-        step = replace(self._options, learning_rate=learning_rate, num_items_in_batch=items)
+        step = replace(self.options, learning_rate=learning_rate, num_items_in_batch=items)
         return self.feeding.prepare(x, target, step)
 
     def alone(self, step: Step) -> Waiting[StepResult]:
@@ -134,14 +132,14 @@ class StepRun:
 
     def check(self) -> None:
         """Raise ``OverlapError`` while other steps overlap; not to be called while one of this run is under way."""
-        self._parts.check_between_steps()
+        self.parts.check_between_steps()
 
     def overlaps(self, step: Step) -> bool:
         """Whether ``step`` may be under way together with others: all that it leaves behind is made by its tasks."""
         inputs = step.inputs
         if self.ahead == 0 or (inputs.training and inputs.options.scaler is not None):
             return False
-        return why_alone(self._parts, self.tenancy, step.graph, training=inputs.training) is None
+        return why_alone(self.parts, self.tenancy, step.graph, training=inputs.training) is None
 
     def joins(self, step: Step) -> bool:
         """Whether ``step`` may begin now, behind those that are under way."""
@@ -153,18 +151,18 @@ class StepRun:
         """Begin ``step``, behind those that are under way."""
         if not self.under_way:
             self.check()
-            self._parts.between_steps.owner = self
-            self._parts.resources.begin_replicas()
+            self.parts.between_steps.owner = self
+            self.parts.resources.begin_replicas()
             if step.inputs.training:
-                guard = self._parts.resources.guard
+                guard = self.parts.resources.guard
                 try:
                     guard.enter(self, self)
-                    guard.begin(self._parts.module.parameters(), repeats=True)
+                    guard.begin(self.parts.module.parameters(), repeats=True)
                 except BaseException:
                     self._close()
                     raise
         try:
-            self.under_way.append((step, step.start(self._line)))
+            self.under_way.append((step, step.start(self.line)))
         except BaseException:
             if not self.under_way:
                 self._close()
@@ -221,9 +219,9 @@ class StepRun:
 
     def _close(self) -> None:
         """No step is under way: give the gradients back as the last update of each stage has left them."""
-        resources = self._parts.resources
+        resources = self.parts.resources
         resources.guard.end_repeats(self, resources.undo)
-        self._parts.between_steps.owner = None
+        self.parts.between_steps.owner = None
 
 
 _END = object()
