@@ -104,7 +104,7 @@ clients: .venv/installed
 	ASYNCPIPE_JOBS=$(JOBS) $(CAMPAIGN) tests/service/test_many_clients.py
 
 api: .venv/installed
-	ASYNCPIPE_SCHEMATHESIS=$(EXAMPLES) $(CAMPAIGN) tests/service/http/test_schemathesis.py
+	ASYNCPIPE_SCHEMATHESIS=$(EXAMPLES) $(CAMPAIGN) -m "long or not long" tests/service/http/test_schemathesis.py
 
 # Builds a free-threaded interpreter, and runs there what the suite has on threads; needs no .venv.
 free-threaded:

@@ -115,6 +115,7 @@ def container(image, tmp_path) -> Container:
     return Container(image("cpu"), tmp_path)
 
 
+@pytest.mark.long
 def test_the_image_trains_is_healthy_meanwhile_and_writes_to_its_working_directory_alone(container):
     before = container.files()
     command = [*container.image.entrypoint, *container.image.command, "--steps", "2"]

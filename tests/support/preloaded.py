@@ -34,9 +34,16 @@ __all__ = ["Program", "preloaded_context", "run_script", "spawn", "start"]
 
 SECONDS = 50.0
 PRELOADED = [
+    "pytest",
     "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "uvloop",
     "fastapi",
     "uvicorn.protocols.http.h11_impl",
+    "asyncpipe.cli.bench",
     "asyncpipe.cli.serve",
     "asyncpipe.cli.train",
     "asyncpipe.compat",

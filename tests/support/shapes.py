@@ -12,8 +12,8 @@ from asyncpipe.core.predict.report import Report
 __all__ = ["ALL", "DEVICES", "MICROBATCHES", "held"]
 
 ALL = os.environ.get("ASYNCPIPE_SHAPES") == "all"
-DEVICES: Sequence[int] = range(1, 9) if ALL else (1, 2, 3, 5, 8)
-MICROBATCHES: Sequence[int] = range(1, 17) if ALL else (1, 2, 4, 5, 8, 9, 16)
+DEVICES: Sequence[int] = range(1, 9) if ALL else (1, 2, 3, 5)
+MICROBATCHES: Sequence[int] = range(1, 17) if ALL else (1, 2, 3, 5, 6, 9)
 """Multiples of the devices, their neighbours, fewer than the devices, primes."""
 
 

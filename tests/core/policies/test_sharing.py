@@ -86,7 +86,7 @@ def test_weights_1_and_3_share_device_time_1_to_3(
         took = alone.records[-1].journal[-1][0]
         assert min(computed(alone).values()) / took > 0.75, "it keeps its lanes busy"
     first = SimulatedJob(graph, light, LIGHT, steps=None, pause=pause)
-    second = SimulatedJob(graph, heavy, HEAVY, steps=150, pause=pause)
+    second = SimulatedJob(graph, heavy, HEAVY, steps=80, pause=pause)
     little, much = simulate_jobs([first, second])
     for device, seconds in computed(much).items():
         assert seconds / computed(little)[device] == pytest.approx(3.0, rel=0.05)

@@ -10,6 +10,7 @@ from preloaded import run_script
 SCRIPT = Path(__file__).parents[2] / "support" / "layers_in_halves.py"
 
 
+@pytest.mark.long
 @pytest.mark.promise(
     "Right results",
     "A backward in two halves computes what one backward does, for each kind of layer of `torch.nn` with parameters.",
