@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,6 +38,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 NEEDED = """
+    autograd.Variable._execution_engine.run_backward autograd.graph.Node._input_metadata
+    _C._profiler._RecordFunctionFast
     autograd.Variable._execution_engine.queue_callback _C._current_graph_task_id
     _C._autograd._get_current_graph_task_keep_graph _C._len_torch_dispatch_stack _C._len_torch_function_stack
     _C._pop_torch_function_stack _C._push_on_torch_function_stack _C._autograd._pop_saved_tensors_default_hooks
@@ -74,16 +76,6 @@ check_torch(torch)
 
 
 # Draws
-
-
-class ThreadSlot(Protocol):
-    """A place of this thread for one object."""
-
-    def get(self) -> Any:
-        """What is there; ``None`` if nothing is."""
-
-    def put(self, value: object) -> None:
-        """Replace what is there; ``None`` empties it."""
 
 
 class _SlotOfTorch:
@@ -162,7 +154,7 @@ class DrawsKey:
         self._has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
         self._higher = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, torch._ops._higher_order_ops
         self._all = torch._C._dispatch_get_all_op_names, torch._C._jit_get_all_schemas
-        self.slot: ThreadSlot = _SlotOfTorch("asyncpipe: own draws")
+        self.slot = _SlotOfTorch("asyncpipe: own draws")
 
     def switch(self, on: bool) -> None:
         """Have this thread's operators go through the key from now on, or no longer."""
@@ -235,8 +227,8 @@ DRAWS = _draws_key()
 """``None`` where this torch has no such key: tasks on a CPU then take turns at the default generator."""
 
 
-def thread_slot() -> ThreadSlot:
-    """A slot of each thread, which torch hands to its own threads if it can."""
+def thread_slot() -> _SlotOfTorch | _PlainSlot:
+    """A place of each thread for one object, ``None`` at first; torch hands it to its own threads if it can."""
     return _PlainSlot() if DRAWS is None else DRAWS.slot
 
 
@@ -286,14 +278,13 @@ class CurrentStream:
 # Autograd
 
 _engine: Any = torch.autograd.Variable._execution_engine
-run_engine: Callable[..., object] | None = getattr(_engine, "run_backward", None)
+run_engine: Callable[..., object] = _engine.run_backward
 queue_callback: Callable[[Callable[[], object]], None] = _engine.queue_callback
 """Have the engine call something at the end of the pass that runs on this thread; or drop it, if the pass fails."""
 pass_number: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the engine's pass that runs on this thread."""
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether that pass was started with ``retain_graph``."""
-HAS_INPUT_METADATA = hasattr(torch.autograd.graph.Node, "_input_metadata")
 
 
 def input_metadata(node: Node, position: int) -> Any:
@@ -546,9 +537,7 @@ def jagged_like(tensor: Tensor, other: Any) -> Tensor:
 
 # Profilers and process groups
 
-record_function: Callable[[str], AbstractContextManager[object]] = getattr(
-    getattr(torch._C, "_profiler", None), "_RecordFunctionFast", torch.profiler.record_function
-)
+record_function: Callable[[str], AbstractContextManager[object]] = torch._C._profiler._RecordFunctionFast
 """A name for profilers around what runs inside."""
 
 

@@ -34,7 +34,7 @@ from asyncpipe.ops.model.replicas import replicated
 from asyncpipe.ops.model.sequential import as_sequential, split, stage_parts
 from asyncpipe.ops.model.sharded import refuse_split_backwards
 from asyncpipe.ops.model.stage import Stage, StagedModel
-from asyncpipe.ops.model.stage_compiler import CallsStage, StageCompiler, check_compiler
+from asyncpipe.ops.model.stage_compiler import StageCompiler, check_compiler
 from asyncpipe.ops.model.stage_factory import StageFactory, build_stages
 from asyncpipe.ops.model.tensor_uses import TensorUse, tensor_uses
 from asyncpipe.ops.model.ties import Ties, place
@@ -315,7 +315,7 @@ def _compiled(stage: Stage, option: CompileOption) -> Stage:
     """``stage``, compiled if it is here."""
     if stage.device.is_elsewhere:
         return stage
-    caller: CallsStage
+    caller: StageCompiler | StageCapturer
     if option.cuda_graphs:
         caller = StageCapturer(stage.index, stage.module, stage.device.physical)
     else:

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from asyncpipe.errors import BatchError, OptionError
 from asyncpipe.ops.autograd.caller_context import CallerContext
+from asyncpipe.ops.model.evaluation import evaluating
 from asyncpipe.ops.model.microbatch import Arguments, Microbatches, cut, keywords
 from asyncpipe.ops.model.transformers.generation import TURN, CacheTurn
 from asyncpipe.ops.model.transformers.layer_stage import LayerStage
@@ -69,18 +70,14 @@ class Generation:
 
     def tokens(self) -> Tensor:
         """Generate; blocks. In evaluation mode, which is left as it was found."""
-        training = [each for each in self._parts.module.modules() if each.training]
         loops = [_Loop(partial(self._generate, piece)) for piece in self._pieces]
-        self._parts.module.eval()
         try:
-            with self._context.entered(), torch.no_grad():
+            with evaluating(self._parts.module), self._context.entered(), torch.no_grad():
                 self._run(loops)
             return torch.empty(0) if self._is_cancelled.is_set() else self._joined([loop.result for loop in loops])
         finally:
             for loop in loops:
                 loop.end()
-            for each in training:
-                each.training = True
 
     def _run(self, loops: Sequence[_Loop]) -> None:
         for loop in loops:

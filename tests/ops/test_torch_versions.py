@@ -110,19 +110,6 @@ def test_without_a_dispatch_key_tasks_on_cpus_take_turns_and_draw_the_same(tmp_p
 @pytest.mark.promise(
     "Versions", "Without an internal of torch that it can do without, asyncpipe is slower, and results stay right."
 )
-def test_without_metadata_of_nodes_a_backward_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncpipe.ops.autograd import split_backward
-
-    monkeypatch.setattr(split_backward, "HAS_INPUT_METADATA", False)
-    x, layer = torch.randn(2, 3, requires_grad=True), torch.nn.Linear(3, 3)
-    output = layer(x)
-    split = split_backward.SplitBackward([output], [torch.ones(2, 3)], [x])
-    (gradient,) = split.input_gradients()
-    assert layer.weight.grad is not None
-    split.weight_gradients()
-    assert torch.equal(gradient, torch.ones(2, 3) @ layer.weight)
-
-
 @pytest.mark.parametrize("where", [0, 1])
 def test_the_current_stream_and_device_come_back(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
     """As torch.cuda keeps them: a current device, and of each device a current stream."""

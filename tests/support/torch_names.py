@@ -49,7 +49,6 @@ INTERNALS = (
         "autograd.Variable._execution_engine.run_backward",
         "a backward of plain tensors costs 10 µs less without the checks of torch.autograd.backward",
         "test_gradients_are_those_of_torch",
-        "torch.autograd.backward",
     ),
     Internals(
         "autograd.Variable._execution_engine.queue_callback _C._current_graph_task_id "
@@ -77,7 +76,6 @@ INTERNALS = (
         "autograd.graph.Node._input_metadata",
         "W gives the gradient of an edge the shape and type that the node behind it takes",
         "test_under_autocast",
-        "I runs the whole backward, and W nothing",
     ),
     Internals(
         "Tensor._version UntypedStorage._cdata Tensor._backward_hooks Tensor._post_accumulate_grad_hooks",
@@ -132,7 +130,6 @@ INTERNALS = (
         "_C._profiler._RecordFunctionFast",
         "the name of a task costs 0.3 µs while no profiler runs, and not 6 µs",
         "test_names_cost_little_in_any_torch",
-        "torch.profiler.record_function",
     ),
     Internals(
         "_functorch.config _dynamo.exc _dynamo.config _dynamo.utils.counters _dynamo.utils.get_compilation_metrics "

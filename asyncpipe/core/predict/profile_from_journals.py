@@ -30,13 +30,12 @@ from typing import NamedTuple
 
 from asyncpipe.core.graph.task import WHOLE_STEP, Lane, Queue, Task
 from asyncpipe.core.kinds import COMPUTE_KINDS, COPY_KINDS, TaskKind
-from asyncpipe.core.predict.costs import StageCosts
 from asyncpipe.core.predict.layer_profile import LayerCosts, Measurement, SelectiveCosts, SentTensor, message_sizes
 from asyncpipe.core.predict.report import TaskTime, report
 from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.records.step_record import StepRecord
 
-__all__ = ["MeasuredStep", "StepVariant", "combine", "layer_seconds", "stage_costs", "task_seconds"]
+__all__ = ["MeasuredStep", "StepVariant", "combine", "layer_seconds", "task_seconds"]
 
 _F, _R, _B = TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD
 _I, _W = TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
@@ -74,14 +73,6 @@ def layer_seconds(step: MeasuredStep) -> list[float]:
     means = task_seconds([step])
     stages = step.record.graph.rows.stages
     return [sum(means.get((kind, stage), 0.0) for kind in COMPUTE_KINDS) for stage in range(stages)]
-
-
-def stage_costs(steps: Sequence[MeasuredStep], sent: Sequence[int] = ()) -> StageCosts:
-    """The costs of the stages of a replica in measured steps, A, G and U among them; ``sent`` is that of the model."""
-    means, stages = task_seconds(steps), steps[0].record.graph.rows.stages
-    kinds = {kind for kind, _ in means}
-    rows = {kind: [means.get((kind, stage), 0.0) for stage in range(stages)] for kind in kinds}
-    return StageCosts(rows, sent or [0] * (stages - 1))
 
 
 def combine(

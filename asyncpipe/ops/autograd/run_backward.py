@@ -20,7 +20,7 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, reta
     (it also checks them again). ``retain``: whether the graph is kept.
     """
     # A class of tensors may have its own backward.
-    if run_engine is None or any(type(tensor) is not Tensor for tensor in tensors):
+    if any(type(tensor) is not Tensor for tensor in tensors):
         torch.autograd.backward(tensors, gradients, retain_graph=retain)
     else:
         run_engine(tuple(tensors), tuple(gradients), retain, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -48,7 +48,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from asyncpipe.ops.autograd.fork_join import phony
-from asyncpipe.ops.torch_internals import HAS_INPUT_METADATA, input_metadata, plain_functions, storage_id
+from asyncpipe.ops.torch_internals import input_metadata, plain_functions, storage_id
 
 __all__ = ["SplitBackward"]
 
@@ -193,10 +193,10 @@ class _BackwardGraph:
         """A node that cannot be part of a split, if there is one.
 
         A reentrant checkpoint computes all its gradients, and only in a backward without chosen inputs. Other nodes
-        cannot compute the gradients of their inside edges alone. None can where torch does not tell what a node takes.
+        cannot compute the gradients of their inside edges alone.
         """
         for node in self._edges:
-            if not HAS_INPUT_METADATA or "CheckpointFunction" in node.name():
+            if "CheckpointFunction" in node.name():
                 return node
             if node in self.inside and _writes_input_gradient(node) and self._edges[node][0][0] not in self.inside:
                 return node

@@ -6,14 +6,11 @@ import torch
 
 __all__ = ["is_device_error"]
 
-_ACCELERATOR_ERROR: type[RuntimeError] | None = getattr(torch, "AcceleratorError", None)  # Since torch 2.8.
-
 
 def is_device_error(error: BaseException) -> bool:
     """Whether a device has failed. Its kernels fail later than they are queued, so any later call may raise this.
 
     Most such errors stay: every other call on the device fails as well, until the process ends.
     """
-    if _ACCELERATOR_ERROR is not None and isinstance(error, _ACCELERATOR_ERROR):
-        return True
-    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+    is_named = isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+    return is_named or isinstance(error, torch.AcceleratorError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -33,23 +32,15 @@ def device_memory(device: torch.device) -> DeviceMemory:
         name = "allocated_bytes.all"
         return DeviceMemory(statistics.get(f"{name}.current", 0), statistics.get(f"{name}.peak", 0), limit)
     allocated = allocated_bytes(device)
-    return DeviceMemory(allocated, max(_process_peak(), allocated), host_limit())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return DeviceMemory(allocated, max(peak, allocated), host_limit())
 
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes of ``device`` that are allocated now, as ``device_memory`` counts them."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
-    try:
-        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
-    except OSError:  # Not on Linux, where only the peak is known.
-        return _process_peak()
-
-
-def _process_peak() -> int:
-    """The peak of this process's resident memory, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
 
 
 @cache

@@ -13,30 +13,20 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from asyncpipe.core.hangs.reports import SenderReport
+from asyncpipe.core.records.worker_notes import EdgeTraffic
 from asyncpipe.errors import EdgeError, OptionError
 from asyncpipe.ops.edges.channel import HUNG_UP, ClosedByPeerError, EdgeChannel, StoppedError, broken, join_or
 from asyncpipe.ops.edges.message import EdgeMessage, MessageLayout, TensorLayout, layout_of
 from asyncpipe.ops.edges.payload import PayloadOut, await_ready, inline
 from asyncpipe.ops.edges.wire import CREDIT_SIZE, INLINE, STREAMED, Credit, EdgeFrameKind, Frame
 
-__all__ = ["EdgeOut", "EdgeOutCounters"]
+__all__ = ["EdgeOut"]
 
 KEPT_LAYOUTS = 1024
 KEPT_META_BYTES = 1 << 16
 """Larger metas are sent each time, so that what the receiver keeps is bounded."""
 LAST_SECONDS = 0.5
 """How long a closed edge goes on sending what it can send."""
-
-
-class EdgeOutCounters(NamedTuple):
-    """What an edge has done, from its sender's view."""
-
-    messages: int
-    bytes: int
-    dropped: int
-    """Messages of old epochs, or for a peer that is gone, which were not sent."""
-    waited_seconds: float
-    """How long there was a message to send and no credit."""
 
 
 class QueuedMessage(NamedTuple):
@@ -72,7 +62,7 @@ class EdgeOut:
         """By meta and layouts of tensors; the oldest goes first."""
         self._limit = 0
         self._has_heard_bye = False
-        self._messages = self._bytes = self._dropped = 0
+        self._messages = self._bytes = 0
         self._starved_at: float | None = None
         self._waited = 0.0
         self._failure: Exception | None = None
@@ -135,10 +125,11 @@ class EdgeOut:
         else:
             join_or(self._payload.abort, self._thread)
 
-    def counters(self) -> EdgeOutCounters:
+    def traffic(self) -> EdgeTraffic:
+        """What was sent since the edge was made."""
         starved_at = self._starved_at
         waiting = 0.0 if starved_at is None else time.perf_counter() - starved_at
-        return EdgeOutCounters(self._messages, self._bytes, self._dropped, self._waited + waiting)
+        return EdgeTraffic(self._messages, self._bytes, self._waited + waiting)
 
     def report(self, step: int) -> SenderReport:
         """Where it stands, and what it has still to send of ``step``. From any thread, whatever the others do."""
@@ -160,14 +151,13 @@ class EdgeOut:
         """
         while self._queue:
             if self._closing and time.monotonic() > self._until:
-                self._drop_all()
+                self._queue.clear()
                 break
             if not self._channel.flush():
                 return select.POLLOUT
             queued = self._queue[0]
             if queued.message.header.epoch < self._epoch:
                 self._queue.popleft()
-                self._dropped += 1
                 continue
             if self._messages >= self._limit:
                 self._hear()
@@ -239,11 +229,6 @@ class EdgeOut:
             if not channel.fill():
                 return
 
-    def _drop_all(self) -> None:
-        while self._queue:
-            self._queue.popleft()
-            self._dropped += 1
-
     # The edge's thread
 
     def _run(self) -> None:
@@ -305,7 +290,7 @@ class EdgeOut:
             if self._over:
                 return
             self._over = True
-            self._drop_all()
+            self._queue.clear()
             with suppress(OSError):
                 self._channel.write([Frame(EdgeFrameKind.BYE).encode()])
             self._payload.close()
@@ -316,6 +301,6 @@ class EdgeOut:
         """Drop what was sent to an edge that is over. Who found the turn taken has left it to who had the turn."""
         while self._queue and self._turn.acquire(blocking=False):
             try:
-                self._drop_all()
+                self._queue.clear()
             finally:
                 self._turn.release()

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from asyncpipe.errors import BatchError
 from asyncpipe.ops.device.devices import Device
+from asyncpipe.ops.model.evaluation import evaluating
 from asyncpipe.ops.model.microbatch import Arguments, keywords
 from asyncpipe.ops.model.nested import flatten, rebuild
 
@@ -73,19 +74,13 @@ def count_flops(model: nn.Module, batch: Any) -> FlopCount:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise BatchError("the batch has no tensor; give what a step gets")
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            try:
-                meta = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                state = {name: value.to("meta") for name, value in _values(model)}
-                count = _counted(model, state, rebuild(structure, meta))
-            except (RuntimeError, NotImplementedError, ValueError):  # It looks at values.
-                count = _counted(model, {}, rebuild(structure, leaves))
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+    with evaluating(model), torch.no_grad():
+        try:
+            meta = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            state = {name: value.to("meta") for name, value in _values(model)}
+            count = _counted(model, state, rebuild(structure, meta))
+        except (RuntimeError, NotImplementedError, ValueError):  # It looks at values.
+            count = _counted(model, {}, rebuild(structure, leaves))
     tokens = token_count([batch])
     return FlopCount(per_token=3 * count / tokens) if tokens else FlopCount(per_sample=3 * count / len(tensors[0]))
 

@@ -21,12 +21,13 @@ from asyncpipe.core.predict.balance import check_balance, even_balance
 from asyncpipe.errors import BalanceError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.model.buffers import StageBuffers
+from asyncpipe.ops.model.cuda_graphs import StageCapturer
 from asyncpipe.ops.model.input_copies import InputCopies
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.output_watch import OutputWatch
 from asyncpipe.ops.model.own_generators import OwnGenerators
 from asyncpipe.ops.model.parameter_watch import ParameterWatch
-from asyncpipe.ops.model.stage_compiler import CallsStage, Layered, StageFunction
+from asyncpipe.ops.model.stage_compiler import Layered, StageCompiler, StageFunction
 from asyncpipe.ops.torch_internals import has_own_call, hooks_of, hooks_of_all_modules
 
 __all__ = ["CALLER", "LOSS", "OwnLoss", "Stage", "StageModule", "StagedModel", "has_hooks"]
@@ -138,7 +139,7 @@ class Stage:
     parameters: ParameterWatch
     generators: OwnGenerators
     outputs: OutputWatch
-    compiler: CallsStage | None = None
+    compiler: StageCompiler | StageCapturer | None = None
     """What calls the module, if it is compiled."""
     recomputed: tuple[nn.Module, ...] = ()
     """Layers that are recomputed in the backward by themselves."""

@@ -37,7 +37,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ from asyncpipe.ops.torch_internals import (
     tree_leaves,
 )
 
-__all__ = ["CallKind", "CallsStage", "Layered", "Received", "StageCompiler", "StageFunction", "check_compiler"]
+__all__ = ["CallKind", "Layered", "Received", "StageCompiler", "StageFunction", "check_compiler"]
 
 _logger = logging.getLogger(__name__)
 
@@ -81,24 +81,6 @@ class CallKind(NamedTuple):
     sizes: Sequence[int]
     """Of the micro-batches, if they differ."""
     batch_dim: int
-
-
-class CallsStage(Protocol):
-    """What calls one stage in the place of its module. Used on the threads that run the stage."""
-
-    compilations: list[Compilation]
-    """All so far; from any thread."""
-
-    def prepared(
-        self, tensors: Sequence[Tensor], kind: CallKind, microbatch: int, notes: list[Compilation]
-    ) -> AbstractContextManager[StageFunction]:
-        """What calls the stage with ``tensors``; inside, other tasks of the process wait if that compiles something.
-
-        ``notes`` gets what was compiled.
-        """
-
-    def retained(self) -> AbstractContextManager[None]:
-        """For a backward that keeps its graph. Raises ``BackwardError`` where none can."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +143,10 @@ class StageCompiler:
     def prepared(
         self, tensors: Sequence[Tensor], kind: CallKind, microbatch: int, notes: list[Compilation]
     ) -> Iterator[StageFunction]:
-        """As ``CallsStage.prepared``."""
+        """What calls the stage with ``tensors``; inside, other tasks of the process wait if that compiles something.
+
+        ``notes`` gets what was compiled.
+        """
         compiled = self._of_kind(tensors, kind)
         shapes = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
         if shapes in compiled.shapes:
@@ -187,7 +172,10 @@ class StageCompiler:
         compiled.shapes.add(shapes)
 
     def retained(self) -> AbstractContextManager[None]:
-        """As ``CallsStage.retained``: what the compiler has made checks once more when it runs."""
+        """For a backward that keeps its graph: what the compiler has made checks once more when it runs.
+
+        Raises ``BackwardError`` where no graph can be kept.
+        """
         if any(parameter.device.type != "cpu" for parameter in self._module.parameters()):
             raise BackwardError(
                 "the graph of a compiled stage on an accelerator cannot be retained for another backward; give the "

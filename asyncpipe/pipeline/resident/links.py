@@ -25,7 +25,6 @@ from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.device.memory import allocated_bytes
 from asyncpipe.ops.edges.connect import Edges, connect
 from asyncpipe.ops.edges.edge_in import EdgeIn
-from asyncpipe.ops.edges.edge_out import EdgeOutCounters
 from asyncpipe.ops.edges.message import EdgeHeader, EdgeMessage, ReceivedMessage
 from asyncpipe.pipeline.resident.part_step import PartStep
 from asyncpipe.pipeline.wire_messages import LoadPipeline
@@ -51,7 +50,7 @@ class Links:
         self._epoch = 0
         self._windows: dict[int, int] = {}
         """By worker that sends: how many messages of its edge may be held here."""
-        self._told: dict[int, EdgeOutCounters] = {}
+        self._told: dict[int, EdgeTraffic] = {}
         """What the controller knows of what was sent, by the worker that receives."""
         self._lock = threading.Lock()
         """Guards what follows, which edges use as well."""
@@ -178,8 +177,8 @@ class Links:
         """What the controller's observers want to know of this worker."""
         sent = {}
         for peer, edge in self._edges.out.items():
-            counted = edge.counters()
-            before = self._told.get(peer, EdgeOutCounters(0, 0, 0, 0.0))
+            counted = edge.traffic()
+            before = self._told.get(peer, EdgeTraffic(0, 0, 0.0))
             self._told[peer] = counted
             sent[self._load.names[peer]] = EdgeTraffic(
                 counted.messages - before.messages,

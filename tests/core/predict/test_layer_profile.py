@@ -31,7 +31,7 @@ from asyncpipe.core.predict.profile_from_journals import (
     StepVariant,
     combine,
     layer_seconds,
-    stage_costs,
+    task_seconds,
 )
 from asyncpipe.core.predict.report import report
 from asyncpipe.core.predict.simulate import simulate
@@ -264,7 +264,8 @@ def test_what_replicas_and_updates_cost_is_found_again_in_their_steps():
     # Tasks of one replica take half as long again as the mean, those of the other half of it.
     record = simulate(graph, lambda task: costs(task) * (1.5 if task.stage < 2 else 0.5))
     step = MeasuredStep(report(record).seconds, record)
-    found = stage_costs([step])
+    means = task_seconds([step])
+    found = StageCosts({kind: [means[kind, stage] for stage in range(2)] for kind in rows}, [0])
     assert {kind: found.seconds[kind] for kind in rows} == {kind: pytest.approx(row) for kind, row in rows.items()}
     assert layer_seconds(step) == pytest.approx([3.0, 4.0])
     single = simulate(lower(AllAtOnce(split=False), Shape(2, 3, 2), wiring=Wiring(((0, 1),), (), (0, 1))), found)

@@ -162,14 +162,14 @@ def test_a_receiver_holds_at_most_its_window(transport: str) -> None:
             pair.out.send(message(task, torch.zeros(2000)))
         held = [pair.inbox.take(release=False) for _ in range(3)]
         for task in range(3, 10):
-            assert (pair.out.counters().messages, len(pair.into.held)) == (task, 3)
+            assert (pair.out.traffic().messages, len(pair.into.held)) == (task, 3)
             assert pair.inbox.empty
             released = held.pop(0)
             released.release()
             released.release()  # Twice is once.
             held.append(pair.inbox.take(release=False))
         assert [each.header.task for each in held] == [7, 8, 9]
-        assert pair.out.counters().waited_seconds > 0
+        assert pair.out.traffic().waited_seconds > 0
 
 
 @transports
@@ -183,7 +183,7 @@ def test_a_window_can_grow_and_shrink(transport: str) -> None:
         pair.into.set_window(2)
         for each in held[:3]:
             each.release()
-        assert pair.out.counters().messages == 5
+        assert pair.out.traffic().messages == 5
         held[3].release()
         assert pair.inbox.take(release=False).header.task == 5
         with pytest.raises(OptionError, match="window must be a positive integer, got 0"):
@@ -292,7 +292,7 @@ def test_nothing_is_sent_before_the_device_has_made_it(transport: str) -> None:
         pair.out.send(message(1, tensor, ready=ready))
         pair.out.send(message(2))
         assert ready.asked.wait(SECONDS)
-        assert pair.out.counters().messages == 0
+        assert pair.out.traffic().messages == 0
         tensor.fill_(1)
         ready.done.set()
         first, second = pair.inbox.take(), pair.inbox.take()
@@ -355,7 +355,7 @@ def test_closing_while_a_message_waits_for_credit(transport: str) -> None:
             pair.out.send(message(task, torch.zeros(LARGE)))
         assert pair.inbox.take(release=False).header.task == 0
         pair.edges[0].close()
-        assert pair.out.counters().dropped == 4
+        assert pair.out.traffic().messages == 1
         assert pair.inbox.empty
 
 
@@ -367,7 +367,7 @@ def test_after_the_receiver_has_closed_messages_are_dropped(transport: str) -> N
         for task in range(200):
             out.send(message(task, torch.zeros(1000)))
     assert all(inbox.empty for inbox in pair.inboxes)
-    assert pair.out.counters().dropped > 0
+    assert pair.out.traffic().messages < 200
 
 
 @transports

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from asyncpipe.errors import BatchError, LossError, OptionError
 from asyncpipe.ops.autograd.chunked_sum import chunked_sum
+from asyncpipe.ops.model.evaluation import evaluating
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.transformers.batch_inputs import LABELS, label_names
 from asyncpipe.ops.model.transformers.families import has_router_loss
@@ -227,20 +228,14 @@ def check_loss(module: nn.Module, loss: CountedLoss, batch: Any) -> CountedLoss:
     """
     if not isinstance(batch, Mapping) or any(parameter.is_meta for parameter in module.parameters()):
         return loss
-    training = [each for each in module.modules() if each.training]
-    module.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            labels = loss.target(Arguments((), dict(batch)))
-            if labels is None:
-                labels = _made_up(module(**batch).logits, loss.kind)
-                batch = {**batch, LABELS: labels}
-            if labels is None:
-                return loss
-            output = module(**batch)
-    finally:
-        for each in training:
-            each.training = True
+    with evaluating(module), torch.no_grad(), torch.random.fork_rng():
+        labels = loss.target(Arguments((), dict(batch)))
+        if labels is None:
+            labels = _made_up(module(**batch).logits, loss.kind)
+            batch = {**batch, LABELS: labels}
+        if labels is None:
+            return loss
+        output = module(**batch)
     wanted = float(output.loss)
     if not isfinite(wanted):
         return loss

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from asyncpipe.errors import BalanceError
+from asyncpipe.ops.model.evaluation import evaluating
 from asyncpipe.ops.model.microbatch import Arguments
 from asyncpipe.ops.model.stage import CALLER, StagedModel
 from asyncpipe.ops.model.transformers.batch_inputs import stage_inputs
@@ -63,10 +64,8 @@ def _is_alike(staged: StagedModel, module: nn.Module, batch: Any) -> bool:
     """Whether ``staged`` and ``module`` return the same for ``batch``: a forward of each, in evaluation mode."""
     if not isinstance(batch, Mapping) or any(parameter.is_meta for parameter in module.parameters()):
         return False
-    training = [each for each in module.modules() if each.training]
-    module.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with evaluating(module), torch.no_grad(), torch.random.fork_rng():
             received: dict[int, dict[int, Any]] = defaultdict(dict)
             for stage, value in staged.caller_values(Arguments((), dict(batch))).items():
                 received[stage][CALLER] = value
@@ -78,9 +77,6 @@ def _is_alike(staged: StagedModel, module: nn.Module, batch: Any) -> bool:
     except Exception as error:  # noqa: BLE001 - another kind of model, which is traced
         _logger.info("%s is not cut by structure: %s", type(module).__name__, error)
         return False
-    finally:
-        for each in training:
-            each.training = True
 
 
 def unit_balance(staged: StagedModel, layers: Sequence[int]) -> list[int]:
