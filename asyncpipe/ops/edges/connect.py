@@ -69,7 +69,7 @@ def connect(
     *,
     on_message: Callable[[ReceivedMessage], None],
     on_broken: Callable[[EdgeError], None],
-    window: int | Mapping[Pair, int] = 64,
+    window: int = 64,
     transport: str | Mapping[Pair, str] = "shared_memory",
     shared: bool = False,
     device: torch.device | None = None,
@@ -93,11 +93,7 @@ def connect(
         for each in sockets.values():
             undo.callback(each.socket.close)
         by_pair = _transports(me, sockets, transport, device or torch.device("cpu"))
-        windows = {
-            pair: check_positive("window", window if isinstance(window, int) else window[pair])
-            for pair in sockets
-            if pair[1] == me
-        }
+        check_positive("window", window)
         channels = {pair: EdgeChannel(connected) for pair, connected in sockets.items()}
         for channel in channels.values():
             undo.callback(channel.close)
@@ -112,9 +108,7 @@ def connect(
                 else:
                     payload_in = by_pair[pair].receiver(store)
                     undo.callback(payload_in.close)
-                    into[sender] = EdgeIn(
-                        me, sender, channel, payload_in, windows[pair], on_message, on_broken, shared=shared
-                    )
+                    into[sender] = EdgeIn(me, sender, channel, payload_in, window, on_message, on_broken, shared=shared)
         undo.pop_all()
     edges = Edges(out, into)
     edges.start()

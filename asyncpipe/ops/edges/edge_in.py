@@ -75,7 +75,7 @@ class EdgeIn:
         self._early: list[ReceivedMessage] = []
         self._lock = threading.Lock()
         """Of what follows."""
-        self._window = Window(check_positive("window", window))
+        self._window = Window(window)
         self._held: dict[int, EdgeHeader] = {}
         """The headers of messages that were not released, by their number on this edge."""
         self._freed: list[int] = []
