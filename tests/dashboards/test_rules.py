@@ -174,7 +174,7 @@ def test_each_alert_and_recording_is_tested() -> None:
     assert [name for name in RECORDED if name not in asked] == []
 
 
-@pytest.mark.parametrize("wrong", ["> 1e12", "> -1e12"])
+@pytest.mark.parametrize("wrong", ["> 1e12", pytest.param("> -1e12", marks=pytest.mark.long)])
 def test_a_wrong_threshold_would_be_noticed(promtool: str, tmp_path: Path, wrong: str) -> None:
     """Promtool's tests do tell: with thresholds that nothing reaches, or everything, they fail for each alert."""
     tests = (RULES / "alerts.test.yml").read_text(encoding="utf-8")

@@ -27,10 +27,10 @@ def make_trainer(kind: Any, folder: Path, model: Any, **given: Any) -> Any:
     rows = [{"text": " ".join(WORDS[i % 7 : i % 7 + 2 + i % 5])} for i in range(32)]
     data = datasets.Dataset.from_list(rows)
     own = {name: given.pop(name) for name in list(given) if name in ("pipeline", "compute_loss_func")}
-    options = {"max_steps": 6, "learning_rate": 3e-3, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    options = {"max_steps": 4, "learning_rate": 3e-3, "per_device_train_batch_size": 2, "save_strategy": "no"}
     logs = {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True, "bf16": False}
     config = trl.SFTConfig(
-        *(str(folder),), **{**logs, **options, "max_length": 48, "eval_strategy": "steps", "eval_steps": 3, **given}
+        *(str(folder),), **{**logs, **options, "max_length": 48, "eval_strategy": "steps", "eval_steps": 2, **given}
     )
     tokenizer = transformers.ByT5Tokenizer()
     given = {"train_dataset": data, "eval_dataset": data.select(range(6)), "processing_class": tokenizer, **own}

@@ -69,7 +69,7 @@ class Events(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def trainer(kind: Any, model: nn.Module, folder: Path, data: Any, **given: Any) -> Any:
-    options = {"max_steps": 22, "learning_rate": 3e-3, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    options = {"max_steps": 12, "learning_rate": 3e-3, "per_device_train_batch_size": 4, "save_strategy": "no"}
     own = {name: given.pop(name) for name in list(given) if name in ("pipeline", "compute_metrics", "callbacks")}
     collate = given.pop("data_collator", padded)
     args = transformers.TrainingArguments(

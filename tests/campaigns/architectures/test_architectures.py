@@ -34,7 +34,11 @@ def test_architectures_are_right(name: str, how: str) -> None:
     "A model of transformers has the loss and gradients of the whole batch, however the batch is padded and cut.",
 )
 @pytest.mark.parametrize(
-    "name", "Gemma3 DeepseekV3 GptOss SmolLM3 Granite OPT Falcon MBart:ConditionalGeneration".split()
+    "name",
+    [
+        *"Gemma3 DeepseekV3 GptOss MBart:ConditionalGeneration".split(),
+        *(pytest.param(name, marks=pytest.mark.long) for name in "SmolLM3 Granite OPT Falcon".split()),
+    ],
 )
 def test_families_and_heads_are_right(name: str) -> None:
     only = name if ":" in name else f"{name}:CausalLM"

@@ -38,14 +38,14 @@ SIMPLE = Case(
 @pytest.mark.promise("Refused, not wrong", "Random models have the results of the unsplit model, or are refused.")
 @pytest.mark.timeout(240)
 def test_random_models_are_right_or_refused():
-    report = in_short(CAMPAIGN, seed=7, cases=14)
+    report = in_short(CAMPAIGN, seed=7, cases=10)
     assert not report.findings, report
-    assert report.counts["outcome"]["right"] > 7, report
-    assert report.counts["outcome"].total() == 14
+    assert report.counts["outcome"]["right"] > 5, report
+    assert report.counts["outcome"].total() == 10
 
 
 def test_a_case_is_the_same_whenever_it_is_drawn():
-    for seed in range(300):
+    for seed in range(60):
         case = draw(seed)
         assert draw(seed) == case
         first, again = build(case)[0], build(case)[0]

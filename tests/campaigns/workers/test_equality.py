@@ -16,7 +16,7 @@ from tests.campaigns.workers.judge import Judge, judging
 
 pytestmark = pytest.mark.timeout(120)
 
-CASES = 12
+CASES = 8
 NAMES = "ab"
 DEADLINE = 60.0
 HANG_SECONDS = 1.0
