@@ -56,7 +56,6 @@ class ActiveJobs:
         store: JobStore,
         logs: JobLogs,
         metrics: ServiceMetrics,
-        most_queued: int,
         is_suspect: Callable[[JobRecord], bool] = lambda record: False,
         usage: Usage | None = None,
     ) -> None:
@@ -71,7 +70,6 @@ class ActiveJobs:
         """What jobs are to become, and why, that the store could not record; a kill forgets it."""
         self._logs = logs
         self._metrics = metrics
-        self.most_queued = most_queued
         self._is_suspect = is_suspect
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -107,15 +105,14 @@ class ActiveJobs:
         record: JobRecord,
         to: JobState,
         cause: str,
-        most_queued: int | None = None,
         *,
         crashed: bool = False,
         failed: bool = False,
         **more: Any,
     ) -> JobRecord:
         """The job of ``record`` after its transition to ``to``. ``more`` and errors as of ``JobStore.transition``."""
-        counted: dict[str, Any] = {"crashed": crashed, "failed": failed, "most_queued": most_queued}
-        after = await self.store.transition(record.id, to, cause, expect=record.state, **counted, **more)
+        more |= {"crashed": crashed, "failed": failed}
+        after = await self.store.transition(record.id, to, cause, expect=record.state, **more)
         if to is JobState.RUNNING:
             self._metrics.waited(after.updated - record.updated)
         is_retry = (crashed or failed) and to is JobState.QUEUED
@@ -168,7 +165,7 @@ class ActiveJobs:
         self, document: Mapping[str, Any], idempotency_key: str | None, **more: Any
     ) -> tuple[JobRecord, bool]:
         """The job, and whether it is new. ``more`` and errors as of ``JobStore.add``."""
-        record, new = await self.store.add(document, idempotency_key, most_queued=self.most_queued, **more)
+        record, new = await self.store.add(document, idempotency_key, **more)
         if new:
             self.follow(None, record)
         return record, new
@@ -224,7 +221,7 @@ class ActiveJobs:
             record = await self.store.get(job)
             if record.state in FINAL_STATES:  # Which is more than to resume: `retry`.
                 raise JobStateError(job, record.state, "be resumed, as it has ended")
-            return await self.become(record, JobState.QUEUED, cause, self.most_queued)
+            return await self.become(record, JobState.QUEUED, cause, admit=True)
 
     async def amend(self, job: str, **changes: Any) -> JobRecord:
         """The job with another class, weight, priority or other tags, which ``check_amendment`` has checked.

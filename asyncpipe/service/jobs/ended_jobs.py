@@ -37,11 +37,10 @@ __all__ = ["EndedJobs"]
 class EndedJobs:
     """The jobs of a service that have ended. Belongs to the service's loop; raises as ``ActiveJobs``."""
 
-    def __init__(self, active: ActiveJobs, folder: Path, most_queued: int) -> None:
+    def __init__(self, active: ActiveJobs, folder: Path) -> None:
         """``folder`` has a folder for each job."""
         self._active = active
         self._folder = folder
-        self.most_queued = most_queued
 
     async def retry(
         self, job: str, cause: str, from_step: int | None = None, document: Mapping[str, Any] | None = None
@@ -55,7 +54,7 @@ class EndedJobs:
         async with self._active.turn(job):
             before = await store.get(job)
             await self._check_step(before, from_step)
-            after = await store.retry(job, cause, from_step, document, most_queued=self.most_queued)
+            after = await store.retry(job, cause, from_step, document)
             self._active.follow(before.state, after)
             return after
 
@@ -77,7 +76,7 @@ class EndedJobs:
 
         try:
             step = await in_thread(make)
-            record = await store.fork(new, document, job, step, most_queued=self.most_queued, **more)
+            record = await store.fork(new, document, job, step, **more)
         except BaseException:
             await in_thread(lambda: shutil.rmtree(copy, ignore_errors=True))
             raise

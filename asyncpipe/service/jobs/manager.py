@@ -91,13 +91,13 @@ class Manager:
         self.metrics = metrics or ServiceMetrics()
         self.logs = JobLogs(store, settings.folder / "jobs", self._log_failed)
         usage = Usage(settings.half_life, settings.shares)
-        self.jobs = ActiveJobs(store, self.logs, self.metrics, settings.max_queued, self._is_suspect, usage)
+        self.jobs = ActiveJobs(store, self.logs, self.metrics, self._is_suspect, usage)
         folders = [] if settings.entry_path is None else [str(settings.entry_path.resolve())]
         launcher = settings.ray.launcher("service") if settings.workers == "ray" else settings.workers
         self.pool = DevicePool(workers=launcher, worker_path=folders, **settings.hangs)
         self.hosts = Hosts(self.pool, settings.devices, self._workers_in_use)
         self.hosts.watch(self.jobs.changed.set)
-        self.ended = EndedJobs(self.jobs, self.logs.folder, settings.max_queued)
+        self.ended = EndedJobs(self.jobs, self.logs.folder)
         self.quotas = Quotas(settings, store, self.logs.folder)
         store.admit = self.quotas.admit
         self.entries = entries
@@ -180,7 +180,6 @@ class Manager:
 
     async def look_again(self) -> None:
         """Act on settings that have changed."""
-        self.jobs.most_queued = self.ended.most_queued = self.settings.max_queued
         self.jobs.changed.set()
 
     # From any thread

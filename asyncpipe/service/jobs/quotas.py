@@ -26,7 +26,7 @@ from asyncpipe.service.settings.quota_settings import Quota
 from asyncpipe.service.settings.service_settings import ServiceSettings
 from asyncpipe.service.store.finding import count_queued
 from asyncpipe.service.store.job_store import JobStore
-from asyncpipe.service.store.store_errors import QuotaError
+from asyncpipe.service.store.store_errors import QueueFullError, QuotaError
 from asyncpipe.train.blocking_calls import in_thread
 
 __all__ = ["Limit", "Quotas", "devices_of", "devices_wanted"]
@@ -39,10 +39,6 @@ class Limit(NamedTuple):
     """As "alice", or "the team vision"."""
     whose: Whose
     quota: Quota
-
-    def devices_in_use(self, running: Iterable[JobRecord]) -> int:
-        """How many devices those of the ``running`` jobs have that it counts."""
-        return sum(devices_of(job) for job in running if self.whose.has(job.owner, job.teams))
 
 
 def devices_wanted(document: Mapping[str, Any]) -> int:
@@ -81,10 +77,10 @@ class Quotas:
 
         @cache  # Thousands of jobs may be of one user.
         def held_back(owner: str | None, teams: tuple[str, ...], wanted: int) -> str | None:
-            for limit in self.limits(owner, teams):
-                most = limit.quota.running_devices
-                if most is not None and (used := limit.devices_in_use(running)) + wanted > most:
-                    return f"needs {wanted} devices, and {limit.name} has {used} of the {most} that its quota allows"
+            for name, whose, quota in self.limits(owner, teams):
+                used = sum(devices_of(job) for job in running if whose.has(job.owner, job.teams))
+                if (most := quota.running_devices) is not None and used + wanted > most:
+                    return f"needs {wanted} devices, and {name} has {used} of the {most} that its quota allows"
             return None
 
         return lambda job: held_back(job.owner, job.teams, devices_wanted(job.document))
@@ -92,7 +88,12 @@ class Quotas:
     def admit(
         self, db: sqlite3.Connection, owner: str | None, teams: Collection[str], document: Mapping[str, Any]
     ) -> None:
-        """Raise ``QuotaError`` if one more job of ``owner`` is not to be queued. Called in the store's thread."""
+        """Raise ``QueueFullError`` or ``QuotaError`` if one more job of ``owner`` is not to be queued.
+
+        Called in the store's thread.
+        """
+        if count_queued(db) >= self._settings.max_queued:
+            raise QueueFullError(self._settings.max_queued)
         wanted = devices_wanted(document)
         for name, whose, quota in self.limits(owner, teams):
             if quota.running_devices is not None and wanted > quota.running_devices:

@@ -12,9 +12,8 @@ from asyncpipe.service.job_states import FINAL_STATES, JobRecord, JobState, Prio
 from asyncpipe.service.store.device_runs import begin_run, end_run
 from asyncpipe.service.store.finding import number_of
 from asyncpipe.service.store.job_records import JobEvent, write_events
-from asyncpipe.service.store.store_errors import QueueFullError
 
-__all__ = ["Admit", "change_state", "check_room", "insert_job", "update_job"]
+__all__ = ["Admit", "change_state", "insert_job", "update_job"]
 
 Admit: TypeAlias = Callable[[sqlite3.Connection, str | None, Collection[str], Mapping[str, Any]], None]
 """Of a connection, and of a job's owner, the owner's teams and its document."""
@@ -31,11 +30,9 @@ def insert_job(
     document: Mapping[str, Any],
     at: float,
     cause: str,
-    most_queued: int | None,
     **more: object,
 ) -> int:
     """The number of a new job, queued; ``more`` has further columns."""
-    check_room(db, most_queued)
     values = {"id": job, "state": JobState.QUEUED, "cause": cause, "submitted": at, "updated": at}
     values |= _of_document(document) | {name: _column(value) for name, value in more.items()}
     places = ", ".join("?" * len(values))
@@ -104,12 +101,3 @@ def _add_state(
 ) -> None:
     data = {"from": from_, "to": to, "cause": cause, "step": step}
     write_events(db, number, [JobEvent(0, at, "state", data)])
-
-
-def check_room(db: sqlite3.Connection, most_queued: int | None) -> None:
-    """Raise ``QueueFullError`` if ``most_queued`` jobs are queued already."""
-    if most_queued is None:
-        return
-    (queued,) = db.execute("SELECT count(*) FROM jobs WHERE state = ?", (JobState.QUEUED,)).fetchone()
-    if queued >= most_queued:
-        raise QueueFullError(most_queued)

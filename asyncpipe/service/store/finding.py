@@ -158,8 +158,8 @@ def of_whose(whose: Whose | None) -> tuple[str, list[Any]]:
     return f"number IN ({found})", [whose.user, json.dumps(whose.teams)]
 
 
-def count_queued(db: sqlite3.Connection, whose: Whose) -> int:
-    """How many jobs of ``whose`` are queued."""
+def count_queued(db: sqlite3.Connection, whose: Whose | None = None) -> int:
+    """How many jobs of ``whose``, or of all, are queued."""
     clause, values = of_whose(whose)
     query = f"SELECT count(*) FROM jobs WHERE state = ? AND {clause}"  # noqa: S608 - no input
     return int(db.execute(query, (JobState.QUEUED, *values)).fetchone()[0])

@@ -34,7 +34,7 @@ from asyncpipe.service.job_states import (
     tidy_cause,
 )
 from asyncpipe.service.store import job_records
-from asyncpipe.service.store.changing import Admit, change_state, check_room, insert_job, update_job
+from asyncpipe.service.store.changing import Admit, change_state, insert_job, update_job
 from asyncpipe.service.store.database import StoreError, StoreProblem
 from asyncpipe.service.store.database_thread import DatabaseThread
 from asyncpipe.service.store.device_runs import DeviceRun, read_runs
@@ -169,15 +169,13 @@ class JobStore:
         self,
         document: Mapping[str, Any],
         idempotency_key: str | None = None,
-        *,
-        most_queued: int | None = None,
         **more: Any,
     ) -> tuple[JobRecord, bool]:
         """The new job with the checked ``document``, queued, and true; or the job of the same key, and false.
 
         ``more`` are its ``owner``, ``teams`` and ``code``. Raises ``OptionError`` (the key),
-        ``IdempotencyConflictError`` where the key was used with another document, ``QueueFullError`` for a new job if
-        ``most_queued`` jobs are queued already, and ``PastDeadlineError``. Each owner has idempotency keys of his own.
+        ``IdempotencyConflictError`` where the key was used with another document, for a new job what ``admit`` raises,
+        and ``PastDeadlineError``. Each owner has idempotency keys of his own.
         """
         digest = sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
         if idempotency_key is not None and not is_idempotency_key(idempotency_key):
@@ -197,7 +195,7 @@ class JobStore:
                 raise PastDeadlineError(deadline)
             self.admit(db, owner, more.get("teams", ()), document)
             job, key = self._make_id(at), {"idempotency_key": own_key, "digest": digest}
-            insert_job(db, job, document, at, "submitted", most_queued, **key, **more)
+            insert_job(db, job, document, at, "submitted", **key, **more)
             return find_job(db, job), True
 
         return await self._thread.run(change)
@@ -208,21 +206,19 @@ class JobStore:
         document: Mapping[str, Any],
         origin: str,
         step: int,
-        *,
-        most_queued: int | None = None,
         **more: Any,
     ) -> JobRecord:
         """The new ``job``, queued, whose folder has a copy of the snapshot of ``origin`` after ``step``.
 
         It has the losses of ``origin`` until there; a step of 0 is the beginning. ``more`` as of ``add``, and what its
-        cause ends with as ``because``. Raises ``QueueFullError``.
+        cause ends with as ``because``. Raises what ``admit`` raises.
         """
         cause = f"forked from {origin}" + (f" after step {step}" if step else "") + more.pop("because", "")
         more |= {"forked_from": origin, "step": step, "snapshot": f"step-{step}" if step else None}
 
         def change(db: sqlite3.Connection) -> JobRecord:
             self.admit(db, more.get("owner"), more.get("teams", ()), document)
-            number = insert_job(db, job, document, self._clock(), cause, most_queued, **more)
+            number = insert_job(db, job, document, self._clock(), cause, **more)
             job_records.copy_losses(db, origin, number, step)
             return find_job(db, job)
 
@@ -235,7 +231,7 @@ class JobStore:
         cause: str,
         *,
         expect: JobState | None = None,
-        most_queued: int | None = None,
+        admit: bool = False,
         crashed: bool = False,
         failed: bool = False,
         placed: Sequence[str] | None = None,
@@ -246,7 +242,7 @@ class JobStore:
         With ``expect``, only from that state; with ``crashed`` or ``failed``, its run counts as one. ``placed`` are the
         devices of the run that begins, ``root`` is the root line of a failure. A job that is
         retried has no crashes, no failures, and no deadline that has passed. Raises ``JobStateError``, also for a job
-        that is in ``to`` already; ``QueueFullError`` if ``most_queued`` jobs are queued already; ``OptionError``
+        that is in ``to`` already; with ``admit``, what the method of this name raises; ``OptionError``
         without a cause.
         """
         cause, to, expect = tidy_cause(cause), JobState(to), None if expect is None else JobState(expect)
@@ -254,8 +250,7 @@ class JobStore:
         def change(db: sqlite3.Connection) -> JobRecord:
             record = find_job(db, job)
             check_transition(job, record.state, to, expect)
-            check_room(db, most_queued)
-            if most_queued is not None:
+            if admit:
                 self.admit(db, record.owner, record.teams, record.document)
             counted = replace(
                 record,
@@ -274,12 +269,10 @@ class JobStore:
         cause: str,
         from_step: int | None = None,
         document: Mapping[str, Any] | None = None,
-        *,
-        most_queued: int | None = None,
     ) -> JobRecord:
         """``job``, which has ended, queued again: from the snapshot of ``from_step``, and with another ``document``.
 
-        Raises ``JobStateError``, ``QueueFullError``.
+        Raises ``JobStateError``, and what ``admit`` raises.
         """
 
         def change(db: sqlite3.Connection) -> JobRecord:
@@ -287,7 +280,6 @@ class JobStore:
             if record.state not in FINAL_STATES:
                 raise JobStateError(job, record.state, "be retried, since it has not ended")
             check_transition(job, record.state, JobState.QUEUED)
-            check_room(db, most_queued)
             self.admit(db, record.owner, record.teams, record.document if document is None else document)
             changes: dict[str, Any] = {} if document is None else {"document": document}
             if from_step is not None:

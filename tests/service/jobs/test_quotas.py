@@ -10,19 +10,19 @@ import pytest
 from manager_helpers import make_settings, opened, submission, until
 from pydantic import ValidationError
 
-from asyncpipe.service.job_states import JobState
+from asyncpipe.service.job_states import JobState, JobStateError
 from asyncpipe.service.jobs import quotas as quotas_module
 from asyncpipe.service.jobs.quotas import Quotas, devices_wanted
 from asyncpipe.service.settings.quota_settings import QuotaSettings
 from asyncpipe.service.settings.service_settings import SettingsError
-from asyncpipe.service.store.job_store import JobStore, QuotaError
+from asyncpipe.service.store.job_store import JobStore, QueueFullError, QuotaError
 from asyncpipe.service.submission.submission import check_submission
 
 DOCUMENT = {"name": "job", "entry": "m:f", "pipeline": {"devices": ["cpu:0"]}}
 
 
-def quotas(store: JobStore, folder: Path, **table: Any) -> Quotas:
-    made = Quotas(make_settings(folder, quotas=table), store, folder)
+def quotas(store: JobStore, folder: Path, max_queued: int = 1000, **table: Any) -> Quotas:
+    made = Quotas(make_settings(folder, quotas=table, max_queued=max_queued), store, folder)
     store.admit = made.admit
     return made
 
@@ -34,6 +34,38 @@ def test_a_user_has_the_default_but_for_what_is_his_own() -> None:
     for wrong in ({"default": {"queued": 0}}, {"default": {"devices": 1}}, {"users": {"bob": {"bytes": "much"}}}):
         with pytest.raises(ValidationError):
             QuotaSettings.model_validate(wrong)
+
+
+async def test_a_full_queue_takes_no_more_but_answers_for_what_it_has(tmp_path: Path) -> None:
+    async with JobStore(tmp_path / "jobs.sqlite3") as store:
+        quotas(store, tmp_path, max_queued=2)
+        first, new = await store.add(DOCUMENT, "key")
+        assert new
+        await store.add(DOCUMENT)
+        with pytest.raises(QueueFullError, match="the queue is full: 2 jobs wait"):
+            await store.add(DOCUMENT)
+        assert await store.add(DOCUMENT, "key") == (first, False)
+        await store.transition(first.id, JobState.PAUSED, "because")
+        assert (await store.add(DOCUMENT))[1]
+        assert await store.count() == dict.fromkeys(JobState, 0) | {JobState.QUEUED: 2, JobState.PAUSED: 1}
+
+
+async def test_a_full_queue_lets_no_paused_job_in(tmp_path: Path) -> None:
+    async with JobStore(tmp_path / "jobs.sqlite3") as store:
+        quotas(store, tmp_path, max_queued=2)
+        first, second = [(await store.add(DOCUMENT))[0] for _ in range(2)]
+        quotas(store, tmp_path, max_queued=1)
+        await store.transition(first.id, JobState.PAUSED, "because")
+        with pytest.raises(QueueFullError, match="the queue is full: 1 jobs wait; try again"):
+            await store.transition(first.id, JobState.QUEUED, "because", admit=True)
+        assert (await store.get(first.id)).state is JobState.PAUSED
+        assert len(await store.history(first.id)) == 2
+        with pytest.raises(JobStateError, match="cannot become queued"):
+            await store.transition(second.id, JobState.QUEUED, "because", admit=True)
+        await store.transition(second.id, JobState.RUNNING, "because")
+        assert (await store.transition(first.id, JobState.QUEUED, "because", admit=True)).state is JobState.QUEUED
+        # What ran has its place.
+        assert (await store.transition(second.id, JobState.QUEUED, "because")).state is JobState.QUEUED
 
 
 async def test_queued_jobs_are_refused_beyond_the_quota_however_they_come(tmp_path: Path) -> None:
@@ -57,7 +89,7 @@ async def test_queued_jobs_are_refused_beyond_the_quota_however_they_come(tmp_pa
         await store.transition(first.id, JobState.PAUSED, "because")
         await store.add(DOCUMENT, owner="alice")
         with pytest.raises(QuotaError, match=r"^alice has 2"):
-            await store.transition(first.id, JobState.QUEUED, "because", most_queued=99)
+            await store.transition(first.id, JobState.QUEUED, "because", admit=True)
         await store.transition(first.id, JobState.CANCELLED, "because")
         with pytest.raises(QuotaError, match=r"^alice has 2"):
             await store.retry(first.id, "because")

@@ -28,7 +28,6 @@ from asyncpipe.service.store.job_store import (
     IdempotencyConflictError,
     JobFilter,
     JobStore,
-    QueueFullError,
     StoreError,
     StoreProblem,
     UnknownJobError,
@@ -106,35 +105,6 @@ async def test_a_key_makes_one_job(path):
         assert await submitted(store, SPEC, "key") == running
         assert (await submitted(store, other, "another key")).id != running.id
         assert len({(await submitted(store, SPEC)).id for _ in range(3)}) == 3
-
-
-async def test_a_full_queue_takes_no_more_but_answers_for_what_it_has(path):
-    async with JobStore(path) as store:
-        first, new = await store.add(SPEC, "key", most_queued=2)
-        assert new
-        await store.add(SPEC, most_queued=2)
-        with pytest.raises(QueueFullError, match="the queue is full: 2 jobs wait"):
-            await store.add(SPEC, most_queued=2)
-        assert await store.add(SPEC, "key", most_queued=2) == (first, False)
-        await store.transition(first.id, PAUSED, "because")
-        assert (await store.add(SPEC, most_queued=2))[1]
-        assert await store.count() == dict.fromkeys(JobState, 0) | {QUEUED: 2, PAUSED: 1}
-
-
-async def test_a_full_queue_lets_no_paused_job_in(path):
-    async with JobStore(path) as store:
-        first, second = await submitted(store, SPEC), await submitted(store, SPEC)
-        await store.transition(first.id, PAUSED, "because")
-        with pytest.raises(QueueFullError, match="the queue is full: 1 jobs wait; try again"):
-            await store.transition(first.id, QUEUED, "because", most_queued=1)
-        assert (await store.get(first.id)).state is PAUSED
-        assert len(await store.history(first.id)) == 2
-        with pytest.raises(JobStateError, match="cannot become queued"):
-            await store.transition(second.id, QUEUED, "because", most_queued=1)
-        await store.transition(second.id, RUNNING, "because")
-        assert (await store.transition(first.id, QUEUED, "because", most_queued=1)).state is QUEUED
-        # What ran has its place.
-        assert (await store.transition(second.id, QUEUED, "because")).state is QUEUED
 
 
 def test_ids_sort_by_time_and_differ():
