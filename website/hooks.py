@@ -13,6 +13,7 @@ from mkdocs.structure.pages import Page
 
 from website import reference
 from website.commands import commands_page
+from website.constructor import with_constructor
 from website.dialect import for_site
 from website.pages import beside, outside, relinked, with_code
 
@@ -43,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page for the site's parser, with links that are right there."""
     uri = page.file.src_uri
-    text = with_code(relinked(markdown, lambda link: beside(uri, link)))
+    text = with_constructor(with_code(relinked(markdown, lambda link: beside(uri, link))))
     if uri == "reference/commands.md":
         text += commands_page()
     return for_site(text)

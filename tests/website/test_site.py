@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,14 +11,17 @@ import pytest
 from markdown import markdown
 from markdown_it import MarkdownIt
 
+from asyncpipe import Pipeline
 from website import reference
 from website.commands import commands_page, help_text
+from website.constructor import HERE, options, signature, with_constructor
 from website.dialect import for_site
 from website.docstrings import as_markdown
 from website.pages import (
     ROOT,
     anchors,
     beside,
+    headings,
     links,
     outside,
     relinked,
@@ -115,6 +119,26 @@ def test_a_page_reads_the_same_on_a_repository_host_and_on_the_site(page):
     site = markdown(for_site(source), extensions=["tables", "pymdownx.superfences", "pymdownx.highlight"])
     tags = r"<(h\d|li|table|td|pre|ol|ul|img)\b"
     assert Counter(re.findall(tags, site)) == Counter(re.findall(tags, host))
+
+
+def test_the_reference_opens_with_the_constructor_and_a_row_for_each_option():
+    parameters = inspect.signature(Pipeline).parameters
+    assert {option.name for option in options()} == set(parameters)
+    for option in options():
+        assert bool(option.default) == (parameters[option.name].default is not inspect.Parameter.empty), option.name
+        assert option.sentence.endswith("."), option.sentence
+    assert "".join(signature().split()).startswith("asyncpipe.Pipeline(model,devices,*,microbatches,replicas=1,")
+    page = text("docs/reference/pipeline.md")
+    assert page.index(HERE) < page.index("::: ")
+    shown = markdown(with_constructor(page), extensions=["tables"])
+    assert len(re.findall("<tr>", shown)) == 1 + len(parameters)
+    assert '<td><code>str | Schedule</code></td>\n<td><code>"1f1b"</code></td>' in shown
+
+
+def test_what_readers_look_for_is_a_title():
+    """The search ranks titles before texts; test_built_site.py asks the search itself."""
+    assert headings(text("docs/memory.md"))[0] == "Out of memory"
+    assert "resume" in headings(text("docs/saving.md"))[0]
 
 
 def test_commands_are_shown_with_their_texts():
