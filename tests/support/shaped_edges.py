@@ -33,6 +33,7 @@ from asyncpipe.pipeline.resident.links import Links
 from asyncpipe.pipeline.wire_messages import LoadPipeline
 from asyncpipe.runtime.part_messages import Call
 from asyncpipe.runtime.workers.control_client import ControlClient
+from tests.support.severed import sever
 
 __all__ = ["EdgeShape", "EdgeState", "install", "reshape", "serve", "shape_edges"]
 
@@ -222,7 +223,7 @@ class ShapedLinks(Links):
             if receiver == self._control.name and sender in numbers:
                 self._shaped.reshape(numbers[sender], shape)
                 if shape.state is EdgeState.CUT and numbers[sender] in self._edges.into:
-                    self._edges.into[numbers[sender]].sever()
+                    sever(self._edges.into[numbers[sender]])
 
 
 def _written() -> Shapes:

@@ -296,12 +296,6 @@ class EdgeChannel:
             poll.register(self._socket, HUNG_UP)
             return bool(poll.poll(0))
 
-    def sever(self) -> None:
-        """End the connection as a broken one ends: neither end can read or write any more. From any thread."""
-        with self._writing, suppress(OSError):
-            if self._open:
-                self._socket.shutdown(socket.SHUT_RDWR)
-
     def stop(self) -> None:
         """Let the thread that is in ``wait``, or will be, end."""
         self._stopped = True

@@ -128,10 +128,6 @@ class EdgeIn:
         taker = next((each.name for each in threading.enumerate() if each.ident == self._taker), "") if is_stuck else ""
         return ReceiverReport(self._messages, self._window.told, holders, is_stuck, taker, self._over)
 
-    def sever(self) -> None:
-        """Break the edge, as a network does that is gone: both ends notice it. For tests."""
-        self._channel.sever()
-
     def close(self) -> None:
         """Close the edge: the thread ends, nothing is left. Tensors that have arrived stay as they are."""
         self._closing = True

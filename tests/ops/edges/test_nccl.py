@@ -12,6 +12,7 @@ import pytest
 import torch
 from edge_helpers import joined, message, nothing_left
 from fake_nccl import FakeGroup
+from severed import sever
 from torch import distributed
 
 from asyncpipe.errors import EdgeError
@@ -51,7 +52,7 @@ def test_a_worker_ends_where_a_lane_waits_for_what_never_comes(
         if is_closed:
             pair.edges[1].close()
         else:
-            pair.into.sever()
+            sever(pair.into)
             pair.inboxes[1].error()
         assert ended == ["ended"]
         del received
