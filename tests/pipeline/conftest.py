@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,10 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncpipe import DevicePool
 from asyncpipe.core.engine.events import Command, Event, StepCancelled
 from asyncpipe.core.engine.scheduler import SchedulerState
 from asyncpipe.core.graph.task import Task
 from asyncpipe.ops.execute.binder import Binder
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DevicePool]:
+    """Worker processes that the tests of a module share; they start as tests need them."""
+    pool = DevicePool(workers="processes")
+    asyncio.run(pool.__aenter__())
+    yield pool
+    asyncio.run(pool.aclose())
 
 
 @dataclass(frozen=True)

@@ -402,11 +402,11 @@ def test_an_own_optimizer_that_updates_each_element_alone_is_sharded():
     opened(make_model(norm=False), 2, optimizer=partial(Own, lr=0.1), shard_optimizer=True)
 
 
-async def in_workers(workers, **options):
-    """Losses, outputs and the state after some steps on threads or in workers."""
+async def on_pool(pool, **options):
+    """Losses, outputs and the state after some steps on threads or in the workers of a pool."""
     model, found = make_model(norm=options.pop("norm", True), tie=options.pop("tie", True)), []
     torch.manual_seed(3)
-    async with opened(model, 2, workers=workers, **options) as pipe:
+    async with opened(model, 2, pool=pool, **options) as pipe:
         for step in range(3):
             result = await pipe.step(*batch(step, 27), update=step > 0)
             found += [result.loss, result.outputs]
@@ -427,8 +427,8 @@ async def in_workers(workers, **options):
         {"optimizer": momentum, "gradient_dtype": "bfloat16", "tie": False},
     ],
 )
-async def test_replicas_in_workers_have_the_bits_of_those_on_threads(options):
-    threads, processes = [await in_workers(workers, **options) for workers in ("threads", "processes")]
+async def test_replicas_in_workers_have_the_bits_of_those_on_threads(options, pool):
+    threads, processes = [await on_pool(where, **options) for where in (None, pool)]
     is_same = [torch.equal(one, other) for one, other in zip(threads, processes, strict=True)]
     assert is_same == [True] * len(threads)
 
@@ -438,14 +438,14 @@ def remembered(states):
 
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
-async def test_states_of_replicas_in_workers_are_given_and_taken(shard_optimizer, tmp_path):
+async def test_states_of_replicas_in_workers_are_given_and_taken(shard_optimizer, pool, tmp_path):
     """Loaded from a caller's dicts, or read from the files that workers write, also by other replicas."""
     options = {"optimizer": partial(torch.optim.AdamW, lr=0.01), "shard_optimizer": shard_optimizer, "tie": False}
     found, tie = [], options.pop("tie")
-    for workers in ("threads", "processes"):
+    for where in (None, pool):
         model = make_model(norm=False, tie=tie)
         torch.manual_seed(3)
-        async with opened(model, 2, workers=workers, **options) as pipe:
+        async with opened(model, 2, pool=where, **options) as pipe:
             await pipe.step(*batch(0, 27))
             state = copy.deepcopy(pipe.state_dict())
             states = copy.deepcopy(pipe.optimizer_states())
@@ -464,7 +464,7 @@ async def test_states_of_replicas_in_workers_are_given_and_taken(shard_optimizer
     stored = StoredStages([tmp_path / f"model-{j}.pt" for j in range(2)], sorted(tmp_path.glob("optimizer-*.pt")))
     for replicas, shards in [(2, not shard_optimizer), (1, False)]:
         options["shard_optimizer"] = shards
-        async with opened(make_model(norm=False, tie=tie), replicas, workers="processes", **options) as pipe:
+        async with opened(make_model(norm=False, tie=tie), replicas, pool=pool, **options) as pipe:
             pipe.remote.read_stages(stored)
             read = [*pipe.state_dict().values(), *remembered(pipe.optimizer_states())]
             assert all(map(torch.equal, read, found[0][1:]))

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers_models import make_batch
 from transformers_models import make_model as make_transformer
 
-from asyncpipe import DevicePool, LearningRates, Pipeline, from_transformers, whole_folder
+from asyncpipe import LearningRates, Pipeline, from_transformers, whole_folder
 from asyncpipe.errors import OptionError, OverlapError, PipelineClosedError, StateDictError
 from asyncpipe.ops.model import state_files
 from asyncpipe.pipeline import saving
@@ -36,14 +36,6 @@ from asyncpipe.whole_folder import file_sum, manifest_checksum, newest_of
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 STEPS, SAVED = 6, 3
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = DevicePool(workers="processes")
-    asyncio.run(pool.__aenter__())
-    yield pool
-    asyncio.run(pool.aclose())
 
 
 class Head(nn.Module):

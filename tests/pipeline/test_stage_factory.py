@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import DevicePool, Pipeline, StageFactory, convert_deferred_batch_norm
+from asyncpipe import Pipeline, StageFactory, convert_deferred_batch_norm
 from asyncpipe.errors import BalanceError, OptionError
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -40,14 +39,6 @@ def reads(stage):
 
 def returns_none(stage):
     return None
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = DevicePool(workers="processes")
-    asyncio.run(pool.__aenter__())
-    yield pool
-    asyncio.run(pool.aclose())
 
 
 async def train(factory, pool, **options):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe import DevicePool, Pipeline, StageFactory
+from asyncpipe import Pipeline, StageFactory
 from asyncpipe.errors import OptionError, ScheduleError, TaskError, WorkerLostError
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -82,14 +82,6 @@ def returns_sharded(module, mesh):
 def factory(shard=tensor_parallel, *, stages=2, **arguments):
     group = {} if shard is None else {"group": 2, "shard": shard}
     return StageFactory(make, stages=stages, seed=5, arguments=arguments, **group)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = DevicePool(workers="processes")
-    asyncio.run(pool.__aenter__())
-    yield pool
-    asyncio.run(pool.aclose())
 
 
 def batch(samples=11):

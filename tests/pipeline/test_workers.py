@@ -88,14 +88,6 @@ def counted(output, target):
     return nn.functional.cross_entropy(output, target), len(target)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = DevicePool(workers="processes")
-    asyncio.run(pool.__aenter__())
-    yield pool
-    asyncio.run(pool.aclose())
-
-
 async def train(pool=None, *, model=None, devices=("cpu:0", "cpu:1"), overlap=False, **options):
     """The losses and the outputs of some steps, and the state behind them."""
     torch.manual_seed(5)
