@@ -157,7 +157,7 @@ async def test_a_backward_after_the_end_on_a_shared_pool(workload, no_leaks):
             loss = mse(pipe(workload.x), workload.target)
         with pytest.raises(PipelineClosedError, match="and with it the backward of its outputs"):
             loss.backward()
-        assert not pool.driver.scheduler.jobs
+        assert not pool.driver.scheduler._jobs._jobs
     assert workload.worst(model) < 1e-10
 
 

@@ -139,7 +139,7 @@ async def test_what_is_known_of_a_job_stays_until_its_last_pipeline_leaves(drive
     known = []
     for tenant in tenants:
         await driver.drain(tenant)
-        known.append(set(driver.scheduler.jobs))
+        known.append(set(driver.scheduler._jobs._jobs))
     assert known == [{"job"}, set()]
 
 

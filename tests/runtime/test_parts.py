@@ -78,7 +78,7 @@ async def drivers(no_leaks):
         driver.close()
         driver.join()
         check_scheduler(driver.scheduler)
-        assert driver.scheduler.idle
+        assert not driver.scheduler._steps
 
 
 @pytest.mark.parametrize("how", ["programs", "single", "rule"])

@@ -147,7 +147,7 @@ class System:
         assert not turns, "it hangs"
         assert not self.inbox
         check_scheduler(self.scheduler)
-        assert self.scheduler.idle
+        assert not self.scheduler._steps
 
 
 def requesting(abort, post, event):

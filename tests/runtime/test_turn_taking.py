@@ -146,5 +146,5 @@ async def test_each_driver_runs_in_its_turn_and_every_task_once(what, seed, no_l
         assert not seat._steps
         for key in list(arbiter._arbiter._parties):
             arbiter.leave(key)
-        assert arbiter._arbiter._scheduler.idle
+        assert not arbiter._arbiter._scheduler._steps
         assert not arbiter._arbiter._steps

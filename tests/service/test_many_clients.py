@@ -175,7 +175,7 @@ async def finished(service: TrainingService) -> None:
     assert not manager.logs._users
     assert not manager.logs._turns
     driver = manager.pool.driver
-    assert driver.scheduler.idle
+    assert not driver.scheduler._steps
     assert not driver._under_way
     assert not driver._inbox
     for name, executor in driver._executors.items():

@@ -94,4 +94,6 @@ class ByHand:
 
 def flows_of(state: SchedulerState) -> list[Flow]:
     """What each job has on the compute lanes that are shared."""
-    return [flow for lane, policy in state.policies.items() if lane.queue is Queue.COMPUTE for flow in flows_on(policy)]
+    return [
+        flow for lane, each in state._lanes.items() if lane.queue is Queue.COMPUTE for flow in flows_on(each.policy)
+    ]

@@ -36,8 +36,7 @@ built in, and a lane gets the simplest that is enough:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable
 
 from asyncpipe.core.engine.dispatcher import Dispatcher
 from asyncpipe.core.engine.events import (
@@ -64,7 +63,7 @@ from asyncpipe.core.graph.task_graph import TaskGraph
 from asyncpipe.core.policies.fair_share import FairShare, SharedLanes
 from asyncpipe.core.policies.first_come import FirstComeFirstServed
 from asyncpipe.core.policies.jobs import JobAccount, Jobs
-from asyncpipe.core.policies.policy import MakePolicy, Policy, TaskState
+from asyncpipe.core.policies.policy import MakePolicy, TaskState
 from asyncpipe.errors import InvalidTransition, OptionError
 
 __all__ = ["SchedulerState", "TaskState"]
@@ -97,21 +96,6 @@ class SchedulerState:
         # Bound once, for the hottest path.
         self._make_ready, self._dispatch_ready = self._dispatcher.make_ready, self._dispatcher.dispatch_ready
         self._last_step = -1
-
-    @property
-    def idle(self) -> bool:
-        """Whether no step is under way."""
-        return not self._steps
-
-    @property
-    def policies(self) -> Mapping[Lane, Policy]:
-        """Who decides on each lane that was ever used."""
-        return {lane: state.policy for lane, state in self._lanes.items()}
-
-    @property
-    def jobs(self) -> AbstractSet[str]:
-        """The names of the jobs that something is known of."""
-        return self._jobs.names
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take ``event`` in and say what to do about it.

@@ -6,7 +6,6 @@ over: ``Jobs.forget``.
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from asyncpipe.core.graph.task import Task
@@ -55,11 +54,6 @@ class Jobs:
         self._jobs: dict[str, JobAccount] = {}
         self._forgotten: set[str] = set()
         """To be dropped once their last step is over."""
-
-    @property
-    def names(self) -> AbstractSet[str]:
-        """Of all of them."""
-        return self._jobs.keys()
 
     def begin(self, share: Share) -> JobAccount:
         """The job of a step that begins; ``share`` is what it has from now on."""

@@ -158,7 +158,7 @@ class _Run:
             async with Pipeline(self.model, self.devices, loss_fn=_mse, pool=pool, **self.options) as pipe:
                 await self._step(pipe)
             check_scheduler(pool.driver.scheduler)
-            assert pool.driver.scheduler.idle
+            assert not pool.driver.scheduler._steps
         return outcome
 
     async def _step(self, pipe: Pipeline) -> None:

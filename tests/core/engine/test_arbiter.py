@@ -115,8 +115,8 @@ def test_who_goes_leaves_nothing_behind_and_the_other_has_the_devices():
     alone.run(3.0)
     assert both.steps["stays"] - before >= alone.steps["stays"] - 2
     both.arbiter.leave("stays", both.now)
-    assert both.arbiter._scheduler.idle
-    assert not both.arbiter._scheduler.jobs
+    assert not both.arbiter._scheduler._steps
+    assert not both.arbiter._scheduler._jobs._jobs
     assert not both.arbiter._steps
 
 

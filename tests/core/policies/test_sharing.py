@@ -184,8 +184,8 @@ def test_a_job_is_forgotten_when_it_is_gone() -> None:
         hand.send(TaskCompleted(step, 0, step, step + 1.0), step + 5.0)
         hand.state.remove(step)
     assert {flow.job.name for flow in flows_of(hand.state)} == {"keeps"}
-    assert hand.state.jobs == {"keeps"}
+    assert hand.state._jobs._jobs.keys() == {"keeps"}
     hand.state.forget("keeps")
     hand.state.forget("never heard of")
     assert not flows_of(hand.state)
-    assert not hand.state.jobs
+    assert not hand.state._jobs._jobs

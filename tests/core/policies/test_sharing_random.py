@@ -117,12 +117,12 @@ class World:
                 break
             else:
                 self.wait()
-        assert self.state.idle
+        assert not self.state._steps
         for name in NAMES:
             self.state.forget(name)
         check_scheduler(self.state)
         assert not flows_of(self.state)
-        assert not self.state.jobs
+        assert not self.state._jobs._jobs
 
     def wait(self) -> None:
         """Nothing will happen any more, so the scheduler must want to look again, and then do something soon."""
@@ -237,7 +237,7 @@ class World:
 
     def late(self, lane: Lane) -> set[str]:
         """The jobs whose tasks hold no place on ``lane``: they were issued there, and are late."""
-        policy = self.state.policies[lane]
+        policy = self.state._lanes[lane].policy
         found = {flow.job.name for flow in flows_on(policy) if flow.is_late}
         for name in found:
             steps = [model for model in self.models.values() if model.share.job == name]
@@ -283,7 +283,7 @@ def test_a_replay_gives_the_same_answers_whatever_is_asked_in_between(draw: rand
     for event, now, answer in world.log:
         again.wake_at(now)
         check_scheduler(again)
-        for policy in again.policies.values():
+        for policy in [lane.policy for lane in again._lanes.values()]:
             if isinstance(policy, FairShare):
                 policy.wake_at(now), policy.busy(now), policy.at_once, flows_on(policy), policy.waiting
         commands = [] if event is None else again.handle(event, now)

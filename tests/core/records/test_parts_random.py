@@ -348,7 +348,7 @@ class World:
                 break
         for worker in self.workers:
             assert all(step.ended for step in worker.steps.values()), "every step comes to its end"
-            assert worker.state.idle
+            assert not worker.state._steps
             assert not worker.inbox
             assert not worker.early
             assert not any(device.single or device.runs or device.running for device in worker.devices.values())
