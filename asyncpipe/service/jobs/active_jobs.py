@@ -106,16 +106,16 @@ class ActiveJobs:
         to: JobState,
         cause: str,
         *,
-        crashed: bool = False,
-        failed: bool = False,
+        is_retry: bool = False,
         **more: Any,
     ) -> JobRecord:
-        """The job of ``record`` after its transition to ``to``. ``more`` and errors as of ``JobStore.transition``."""
-        more |= {"crashed": crashed, "failed": failed}
+        """The job of ``record`` after its transition to ``to``. ``more`` and errors as of ``JobStore.transition``.
+
+        ``is_retry`` as of ``follow``.
+        """
         after = await self.store.transition(record.id, to, cause, expect=record.state, **more)
         if to is JobState.RUNNING:
             self._metrics.waited(after.updated - record.updated)
-        is_retry = (crashed or failed) and to is JobState.QUEUED
         if is_retry:
             self._metrics.retried("snapshot")
         self.follow(record.state, after, is_retry=is_retry)

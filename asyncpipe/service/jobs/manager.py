@@ -384,9 +384,11 @@ class Manager:
             try:
                 async with self.jobs.turn(job):
                     await self.logs.flush(job)  # A store that has failed may have its last steps now.
-                    counted = replace(run.record, failures=failures, crashes=crashes)
-                    to, cause = next_state(outcome, counted, most_crashes, self.shutdown)
-                    await self.jobs.become(run.record, to, cause, crashed=crashed, failed=failed, root=outcome.root)
+                    root = outcome.root or run.record.root
+                    counted: dict[str, Any] = {"failures": failures, "crashes": crashes, "root": root}
+                    to, cause = next_state(outcome, replace(run.record, **counted), most_crashes, self.shutdown)
+                    is_retry = (crashed or failed) and to is JobState.QUEUED
+                    await self.jobs.become(run.record, to, cause, is_retry=is_retry, **counted)
                 return
             except StoreError as error:
                 _logger.error("a run of job %s has ended, and the store cannot record it: %s", job, error)

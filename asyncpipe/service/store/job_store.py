@@ -232,18 +232,14 @@ class JobStore:
         *,
         expect: JobState | None = None,
         admit: bool = False,
-        crashed: bool = False,
-        failed: bool = False,
-        placed: Sequence[str] | None = None,
-        root: str | None = None,
+        **changes: Any,
     ) -> JobRecord:
         """``job`` after its transition to the state ``to``, because of ``cause`` (a sentence for operators).
 
-        With ``expect``, only from that state; with ``crashed`` or ``failed``, its run counts as one. ``placed`` are the
-        devices of the run that begins, ``root`` is the root line of a failure. A job that is
-        retried has no crashes, no failures, and no deadline that has passed. Raises ``JobStateError``, also for a job
-        that is in ``to`` already; with ``admit``, what the method of this name raises; ``OptionError``
-        without a cause.
+        With ``expect``, only from that state; with ``admit``, raises what the method of this name raises. ``changes``
+        are further fields of its record: ``crashes``, ``failures``, ``placed``, ``root``. A job that is retried has no
+        crashes, no failures, and no deadline that has passed. Raises ``JobStateError``, also for a job that is in
+        ``to`` already; ``OptionError`` without a cause.
         """
         cause, to, expect = tidy_cause(cause), JobState(to), None if expect is None else JobState(expect)
 
@@ -252,14 +248,7 @@ class JobStore:
             check_transition(job, record.state, to, expect)
             if admit:
                 self.admit(db, record.owner, record.teams, record.document)
-            counted = replace(
-                record,
-                crashes=record.crashes + crashed,
-                failures=record.failures + failed,
-                placed=record.placed if placed is None else tuple(placed),
-                root=record.root if root is None else root,
-            )
-            return change_state(db, counted, to, self._clock(), cause)
+            return change_state(db, replace(record, **changes), to, self._clock(), cause)
 
         return await self._about(job, change)
 

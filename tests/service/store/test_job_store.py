@@ -276,12 +276,12 @@ async def test_runs_say_who_had_which_devices_also_of_a_job_that_is_deleted(path
         job, _ = await store.add(SPEC, None, owner="alice", teams=("vision",), code="c0de")
         assert (job.owner, job.teams, job.code, job.placed) == ("alice", ("vision",), "c0de", ())
         now[0] = 10.0
-        await store.transition(job.id, JobState.RUNNING, "its turn", placed=["cpu:1", "cpu:3"])
+        await store.transition(job.id, JobState.RUNNING, "its turn", placed=("cpu:1", "cpu:3"))
         assert [(run.owner, run.devices, run.began, run.ended) for run in await store.runs(0)] == [
             ("alice", ("cpu:1", "cpu:3"), 10.0, None)
         ]
         now[0] = 30.0
-        ended = await store.transition(job.id, JobState.FAILED, "boom", failed=True, root="ValueError at a.py:1")
+        ended = await store.transition(job.id, JobState.FAILED, "boom", failures=1, root="ValueError at a.py:1")
         assert ended == await store.get(job.id)
         assert (ended.placed, ended.root) == (("cpu:1", "cpu:3"), "ValueError at a.py:1")
         assert await store.list(JobFilter(owner="alice")) == (ended,)
