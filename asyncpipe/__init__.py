@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from asyncpipe.runtime.workers.torchrun_workers import TorchrunWorkers as TorchrunWorkers
     from asyncpipe.service.training_service import TrainingService as TrainingService
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "core.records.step_record": ("Observer", "StepRecord"),
