@@ -23,7 +23,12 @@ from asyncpipe.core.schedules.validate import checked_placement
 from asyncpipe.errors import BalanceError, OptionError, OverlapError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.execute.binder import StageResources
-from asyncpipe.ops.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm, deferred_layers
+from asyncpipe.ops.model.batchnorm import (
+    BatchNormNotice,
+    DeferredBatchNorm,
+    convert_deferred_batch_norm,
+    deferred_layers,
+)
 from asyncpipe.ops.model.cuda_graphs import StageCapturer
 from asyncpipe.ops.model.few_microbatches import FewMicrobatches
 from asyncpipe.ops.model.loss_watch import LossWatch
@@ -78,6 +83,7 @@ class PipelineParts:
     """Whether ``loss_fn`` cannot be called with an output alone."""
     loss_watch: LossWatch = field(default_factory=LossWatch)
     few_microbatches: FewMicrobatches = field(default_factory=FewMicrobatches)
+    batch_norms: BatchNormNotice = field(default_factory=BatchNormNotice)
     between_steps: BetweenSteps = field(default_factory=BetweenSteps)
 
     @property

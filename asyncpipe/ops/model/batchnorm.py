@@ -13,6 +13,7 @@ Each micro-batch is still normalised with its own statistics, so outputs and gra
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from asyncpipe.ops.autograd.checkpoint import is_recomputing
 from asyncpipe.ops.torch_internals import BatchNorm
 
 __all__ = [
+    "BatchNormNotice",
     "DeferredBatchNorm",
     "DeferredBatchNorm1d",
     "DeferredBatchNorm2d",
@@ -32,6 +34,8 @@ __all__ = [
     "convert_deferred_batch_norm",
     "deferred_layers",
 ]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,6 +186,25 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, twins[layer])
     return twins.get(module, module)
+
+
+class BatchNormNotice:
+    """Tells once that batch norms normalise each micro-batch, so that results are not those of the whole mini-batch."""
+
+    def __init__(self) -> None:
+        self._has_looked = False
+
+    def saw(self, model: nn.Module, microbatches: int) -> None:
+        """Look at ``model`` before its first training step of several micro-batches."""
+        if self._has_looked or microbatches == 1:
+            return
+        self._has_looked = True
+        if any(isinstance(layer, BatchNorm) and layer.training for layer in model.modules()):
+            _logger.warning(
+                "batch norms normalise each micro-batch by itself, so the loss and the gradients are not those of the "
+                "whole mini-batch; deferred_batch_norm=True keeps the running statistics of whole mini-batches, and "
+                "norms without statistics of a batch (GroupNorm, LayerNorm) have no such difference"
+            )
 
 
 def deferred_layers(module: nn.Module) -> list[DeferredBatchNorm]:
