@@ -19,7 +19,7 @@ from asyncpipe.core.graph.task import WHOLE_STEP
 from asyncpipe.core.graph.task_graph import Phase, Wiring
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.core.schedules.validate import checked_placement
+from asyncpipe.core.schedules.validate import check_balanced_shape, checked_placement
 from asyncpipe.errors import BalanceError, OptionError, OverlapError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.ops.execute.binder import StageResources
@@ -305,16 +305,20 @@ def _top_modules(module: nn.Module) -> tuple[nn.Module, ...]:
 def join_stages(model: StagedModel, devices: int, options: PipelineOptions) -> StagedModel:
     """``model`` with the stages that its pipeline has, by the balance; raises ``BalanceError``."""
     balance, count = options.balance, options.stages
+    schedule = find_schedule(options.schedule, order=options.order)
+    joined = model
     if isinstance(balance, str):
         if balance != "auto":
             raise BalanceError(f"balance must be 'auto' or a list of integers, got {balance!r}")
-        if not model.is_fine:
-            return model
-        schedule = find_schedule(options.schedule, order=options.order)
-        return model.joined(model.evenly(devices * schedule.virtual if count is None else count))
-    if count not in (None, len(balance)):
+        if model.is_fine:
+            joined = model.joined(model.evenly(devices * schedule.virtual if count is None else count))
+    elif count not in (None, len(balance)):
         raise BalanceError(f"balance {list(balance)} has {len(balance)} entries for {count} stages; give one a stage")
-    return model.joined(balance)
+    else:
+        joined = model.joined(balance)
+    if model.join is not None:
+        check_balanced_shape(schedule, Shape(len(joined.stages), options.microbatches, devices), balance)
+    return joined
 
 
 def _compiled(stage: Stage, option: CompileOption) -> Stage:
@@ -377,7 +381,7 @@ def _split_into_stages(model: object, schedule: Schedule, devices: int, options:
     count = options.stages
     if count is None:
         count = devices * schedule.virtual if isinstance(balance, str) else len(balance)
-    schedule.check(Shape(count, options.microbatches, devices))
+    check_balanced_shape(schedule, Shape(count, options.microbatches, devices), balance)
     return stage_parts(sequence, split(sequence, balance, count))
 
 

@@ -50,6 +50,9 @@ class SyncPipeline(ModelProxy):
         super().__init__(parts, tenancy, feeding, stages, saves)
         self._pipeline = pipeline
 
+    def __repr__(self) -> str:
+        return repr(self._pipeline)
+
     async def __aenter__(self) -> NoReturn:
         """Raises ``ArgumentTypeError``."""
         raise ArgumentTypeError("sync() is for code without await: use 'with', or 'async with' the pipeline itself")

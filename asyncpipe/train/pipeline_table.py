@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationInfo, field_validator, model_validator
 
+from asyncpipe.core.checks import similar
 from asyncpipe.core.compile_option import CompileOption
 from asyncpipe.core.graph.checkpoint_mode import CheckpointMode
 from asyncpipe.core.graph.offload import check_offload
@@ -25,7 +26,9 @@ AUTO = "auto"
 
 def _checked_schedule(value: object) -> object:
     if value != AUTO and not (isinstance(value, str) and could_be_schedule(value)):
-        raise ValueError(f'must be one of {", ".join(known_schedules())}, or "auto", "module:Class" or "csv:FILE"')
+        known = known_schedules()
+        meant = similar(value, known) if isinstance(value, str) else ""
+        raise ValueError(f'{meant}must be one of {", ".join(known)}, or "auto", "module:Class" or "csv:FILE"')
     return value
 
 

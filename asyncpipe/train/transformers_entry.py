@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from asyncpipe.core.checks import check_positive
+from asyncpipe.core.checks import check_positive, similar
 from asyncpipe.errors import OptionError, missing_package
 from asyncpipe.ops.model.flops import count_flops
 from asyncpipe.ops.model.packing import pack as pack_rows
@@ -165,13 +164,13 @@ def _made_config(given: Mapping[str, Any], tokens: Tokens) -> Any:
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         wanted = "config.model_type: missing" if kind is None else f"config.model_type: unknown: {kind!r}"
-        raise OptionError(f"{wanted}; {_near(str(kind), list(known))}give one of transformers, as 'llama' or 'gpt2'")
+        raise OptionError(f"{wanted}; {similar(str(kind), list(known))}give one of transformers, as 'llama' or 'gpt2'")
     values = {key: value for key, value in given.items() if key != "model_type"}
     default = known[kind]()
     for key in values:
         if not hasattr(default, key):
             raise OptionError(
-                f"config.{key}: a config of {kind} has no such key; {_near(key, list(default.to_dict()))}"
+                f"config.{key}: a config of {kind} has no such key; {similar(key, list(default.to_dict()))}"
             )
     names = getattr(tokens, "tokenizer", None)
     ends = {key: getattr(names, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -179,11 +178,6 @@ def _made_config(given: Mapping[str, Any], tokens: Tokens) -> Any:
     own = {key: value for key, value in own.items() if hasattr(default, key)}
     with _explained(f"config: not one of {kind}", Exception):  # Configs check their values in many ways.
         return known[kind](**{**own, **values})
-
-
-def _near(wrong: str, known: list[str]) -> str:
-    close = get_close_matches(wrong, known, n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _folder_config(folder: str) -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from asyncpipe.core.checks import similar
 from asyncpipe.errors import AsyncpipeError
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "read_toml",
     "set_key",
     "shown",
-    "similar",
     "wrong_keys",
 ]
 
@@ -128,12 +127,6 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # A number of thousands of digits, or a container that holds itself.
         text = f"a {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
-
-
-def similar(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """``did you mean 'name'? `` with the most similar name of ``known``, or an empty string if none is similar."""
-    close = get_close_matches(wrong[:MAX_SHOWN], list(known), n=1, cutoff=cutoff)
-    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def explained(

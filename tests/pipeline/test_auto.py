@@ -21,7 +21,7 @@ from asyncpipe.core.predict.simulate import simulate
 from asyncpipe.core.schedules.one_f_one_b import OneFOneB
 from asyncpipe.core.schedules.protocol import Shape
 from asyncpipe.core.schedules.registry import find_schedule
-from asyncpipe.errors import BalanceError, MicrobatchError, OptionError, PlanError
+from asyncpipe.errors import BalanceError, MicrobatchError, OptionError, PlanError, ScheduleError
 from asyncpipe.ops.device.devices import Device
 from asyncpipe.pipeline import profiling
 from asyncpipe.pipeline.options import PipelineArguments
@@ -297,6 +297,8 @@ async def test_a_balance_joins_the_stages_of_a_traced_model(workload, traced, ba
 def test_what_a_balance_of_a_traced_model_cannot_be(workload, traced):
     with pytest.raises(BalanceError, match="sums up to 3, but the model has 4 layers"):
         pipeline(workload, traced, balance=[1, 2], sample=None)
+    with pytest.raises(ScheduleError, match="or give a balance with 2 entries, which joins stages"):
+        pipeline(workload, traced, sample=None)
     with pytest.raises(BalanceError, match="a copy of a traced model cannot be cut in another way"):
         pipeline(workload, copy.deepcopy(traced), balance=[2, 2], sample=None)
 

@@ -30,6 +30,7 @@ async def test_a_pipeline_and_a_result_show_stages_devices_bubble_and_the_step(m
         "  stage 0  cpu:0  20 parameters",
         "  stage 1  cpu:1  10 parameters",
     ]
+    assert repr(pipe.sync()) == repr(pipe)
     assert "<td>1<td>cpu:1<td align=right>10" in pipe._repr_html_()
     assert pictures(pipe._repr_html_()) == 1
     async with pipe:

@@ -198,6 +198,7 @@ WRONG = [
     ('"gpipe"', '"gpipe"\ngradient_dtype = "bfloat16"', "pipeline.gradient_dtype", ["set training.overlap = true"]),
     ('["cpu:0", "cpu:1"]', '["cpu:0", "abacus"]', "pipeline", ["'abacus'", "'cpu:N' and 'cuda:N'"]),
     ('"gpipe"', '"zigzag"', "pipeline.schedule", ["must be one of 1f1b, ", 'got "zigzag"']),
+    ('"gpipe"', '"1f1B"', "pipeline.schedule", ["did you mean '1f1b'? must be one of 1f1b, "]),
     ('"gpipe"', "3", "pipeline.schedule", ["must be one of 1f1b, ", "got 3"]),
     (
         '"gpipe"',

@@ -65,7 +65,7 @@ from asyncpipe.core.graph.task import Queue
 from asyncpipe.core.graph.task_graph import Phase, TaskGraph, Wiring
 from asyncpipe.core.kinds import SCHEDULED_KINDS, TaskKind
 from asyncpipe.core.schedules.protocol import Action, RuledSchedule, Schedule, Shape
-from asyncpipe.core.schedules.validate import blaming, check_admission, checked_actions, checked_placement
+from asyncpipe.core.schedules.validate import check_admission, check_shape, checked_actions, checked_placement
 from asyncpipe.errors import ScheduleError
 
 __all__ = ["lower"]
@@ -106,8 +106,7 @@ def lower(
         raise ScheduleError(f"got the device names {list(names)}, expected {shape.devices} different ones")
     places: dict[int, tuple[int, ...]] = {}
     for row, one in rows.shapes():
-        with blaming(f"schedule {schedule.name!r}: check"):
-            schedule.check(one)
+        check_shape(schedule, one)
         places[row] = checked_placement(schedule, one)
     placement = tuple(place + row * rows.devices for row in range(len(rows)) for place in places[0])
     local: Wiring = wiring

@@ -9,6 +9,7 @@ import re
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from asyncpipe.core.checks import similar
 from asyncpipe.core.schedules.csv_notation import read_schedule
 from asyncpipe.core.schedules.protocol import HintedSchedule, OrderedSchedule, Schedule
 from asyncpipe.errors import AsyncpipeError, OptionError, ScheduleError, UnknownScheduleError
@@ -122,6 +123,8 @@ def _from_entry_point(name: str) -> object:
             raise ScheduleError(
                 f"schedule {name!r}: its entry point {entry.value!r} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
+    known = known_schedules()
     raise UnknownScheduleError(
-        f"unknown schedule {name!r}; known schedules: {', '.join(known_schedules())}; or give module:Class or csv:FILE"
+        f"unknown schedule {name!r}; {similar(name, known)}known schedules: {', '.join(known)}; "
+        "or give module:Class or csv:FILE"
     )

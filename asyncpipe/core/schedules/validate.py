@@ -6,14 +6,15 @@ becomes a ``ScheduleError``, with the original as its cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from asyncpipe.core.kinds import SCHEDULED_KINDS
 from asyncpipe.core.schedules.protocol import Action, OrderedSchedule, RuledSchedule, Schedule, Shape, flat
 from asyncpipe.errors import AsyncpipeError, ScheduleError
 
-__all__ = ["blaming", "check_admission", "checked_actions", "checked_placement"]
+__all__ = ["blaming", "check_admission", "check_balanced_shape", "check_shape", "checked_actions", "checked_placement"]
 
 _F, _B, _I, _W = SCHEDULED_KINDS
 
@@ -28,6 +29,34 @@ def blaming(where: str | Callable[[], str]) -> Iterator[None]:
     except Exception as error:
         place = where if isinstance(where, str) else where()
         raise ScheduleError(f"{place} raised {type(error).__name__}: {error}") from error
+
+
+def check_shape(schedule: Schedule, shape: Shape) -> None:
+    """Raise ``ScheduleError`` unless ``schedule`` supports ``shape``."""
+    with blaming(f"schedule {schedule.name!r}: check"):
+        schedule.check(shape)
+
+
+def check_balanced_shape(schedule: Schedule, shape: Shape, balance: str | Sequence[int]) -> None:
+    """As ``check_shape``, for a model whose stages can be joined: the error says which balance would do.
+
+    ``balance`` is the one that made ``shape``, or ``"auto"``.
+    """
+    try:
+        check_shape(schedule, shape)
+    except ScheduleError as error:
+        given = f"balance {list(balance)} has {shape.stages} entries for {shape.devices} devices: "
+        fewer = next((n for n in range(shape.stages - 1, 0, -1) if _serves(schedule, replace(shape, stages=n))), None)
+        joins = f", or give a balance with {fewer} entries, which joins stages" if fewer else ""
+        raise ScheduleError(f"{'' if isinstance(balance, str) else given}{error}{joins}") from None
+
+
+def _serves(schedule: Schedule, shape: Shape) -> bool:
+    try:
+        check_shape(schedule, shape)
+    except ScheduleError:
+        return False
+    return True
 
 
 def checked_placement(schedule: Schedule, shape: Shape) -> tuple[int, ...]:

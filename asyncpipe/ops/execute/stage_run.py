@@ -234,8 +234,10 @@ def _without_tensors(index: int, sent: Mapping[int, Any]) -> StageError:
 def _loss_and_count(returned: Any) -> tuple[Tensor, Tensor | None]:
     """The loss and its count, from what a loss function returned: a loss, or (mean loss, number of samples)."""
     loss, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    if not isinstance(loss, Tensor) or loss.dim():
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor):
+        raise LossError(f"loss_fn must return a tensor without dimensions, got a {type(loss).__name__}")
+    if loss.dim():
+        got = f"shape {tuple(loss.shape)}"
         raise LossError(f"loss_fn must return a tensor without dimensions, got {got}; reduce it to a scalar")
     if count is None:
         return loss, None

@@ -185,9 +185,13 @@ def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
             "layers as a list, if it calls them one after the other, or an nn.Sequential of TorchScript modules"
         )
     else:
+        # By name: importing transformers takes long.
+        if {"PreTrainedModel", "PeftModel"} & {kind.__name__ for kind in type(model).__mro__}:
+            advice = "asyncpipe.from_transformers(model, batch, …) makes a pipeline of a model of transformers"
+        else:
+            advice = "asyncpipe.trace(model, example, split=[…]) cuts any module into stages"
         raise OptionError(
-            f"model must be an nn.Sequential, a list of modules or a traced model, got {type(model).__name__}; "
-            "asyncpipe.trace(model, example, split=[…]) cuts any module into stages"
+            f"model must be an nn.Sequential, a list of modules or a traced model, got {type(model).__name__}; {advice}"
         )
     if not len(sequence):
         raise OptionError("model has no layers; give at least one a stage")

@@ -49,6 +49,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from asyncpipe.core.checks import similar
 from asyncpipe.errors import AsyncpipeError, DeviceError
 from asyncpipe.observe.http_hosts import is_loopback
 from asyncpipe.service.settings import setting_types as types
@@ -57,7 +58,7 @@ from asyncpipe.service.settings.retention_settings import RetentionSettings
 from asyncpipe.service.settings.setting_types import EntrySettings
 from asyncpipe.service.settings.token_file import read_token
 from asyncpipe.train.job_file import RayTable
-from asyncpipe.train.validation import WrongKey, read_toml, similar, wrong_keys
+from asyncpipe.train.validation import WrongKey, read_toml, wrong_keys
 
 __all__ = ["RELOADED", "EntrySettings", "FolderSettings", "ServiceSettings", "SettingsError"]
 

@@ -28,13 +28,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict  # Pydantic reads typing's own from Python 3.12 on.
 
+from asyncpipe.core.checks import similar
 from asyncpipe.errors import OptionError
 from asyncpipe.service.settings.service_settings import ServiceSettings, SettingsError
 from asyncpipe.service.submission.entry_code import EntryCode, changed_files
 from asyncpipe.service.submission.parameter_rules import can_be_given, unsafe_values
 from asyncpipe.train.entry import named_function
 from asyncpipe.train.import_path import import_path
-from asyncpipe.train.validation import WrongKey, adapter_wrong_keys, similar
+from asyncpipe.train.validation import WrongKey, adapter_wrong_keys
 from asyncpipe.train.workload import Workload
 
 __all__ = ["Entries", "EntryError", "Factory"]

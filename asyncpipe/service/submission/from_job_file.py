@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from asyncpipe.core.checks import similar
 from asyncpipe.train.job_file import job_file_error, load_job_for_service
-from asyncpipe.train.validation import similar
 
 __all__ = ["read_submission"]
 

@@ -34,10 +34,11 @@ from pydantic import (
     model_validator,
 )
 
+from asyncpipe.core.checks import similar
 from asyncpipe.core.predict.memory import format_bytes
 from asyncpipe.core.schedules.protocol import Schedule, Shape
 from asyncpipe.core.schedules.registry import find_schedule, known_schedules
-from asyncpipe.core.schedules.validate import blaming
+from asyncpipe.core.schedules.validate import check_balanced_shape
 from asyncpipe.errors import AsyncpipeError
 from asyncpipe.service.job_states import (
     LAST_DEADLINE,
@@ -119,7 +120,8 @@ def _named_schedule(value: object) -> object:
     short = isinstance(value, str) and len(value) <= LONGEST_SCHEDULE
     if short and (value == AUTO or re.sub(r"\([\w\s=,-]*\)$", "", str(value)) in _registered()):
         return value
-    raise ValueError(f'must be one of {", ".join(_registered())}, or "{AUTO}"')
+    meant = similar(value, _registered()) if isinstance(value, str) else ""
+    raise ValueError(f'{meant}must be one of {", ".join(_registered())}, or "{AUTO}"')
 
 
 @cache
@@ -436,8 +438,7 @@ def _wrong_schedule(pipeline: StagesTable) -> Iterator[WrongKey]:
             which = f"{stages} stages of {pipeline.microbatches} micro-batches" + f", {rows} replicas" * (rows > 1)
             yield WrongKey("pipeline", f"{which}: at most {most}")
             return
-        with blaming(f"schedule {schedule.name!r}: check"):
-            schedule.check(Shape(stages, pipeline.microbatches, len(pipeline.row)))
+        check_balanced_shape(schedule, Shape(stages, pipeline.microbatches, len(pipeline.row)), pipeline.balance)
     except AsyncpipeError as error:
         yield WrongKey("pipeline.schedule", str(error))
 

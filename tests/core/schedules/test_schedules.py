@@ -64,7 +64,8 @@ def test_a_plug_in_is_found_by_its_entry_point_and_built_in_names_win() -> None:
     with pytest.raises(UnknownScheduleError) as raised:
         find_schedule("gpip")
     known = ", ".join(sorted({*registry.BUILT_IN, "my-1f1b", "no-schedule"}))
-    assert str(raised.value) == f"unknown schedule 'gpip'; known schedules: {known}; or give module:Class or csv:FILE"
+    hint = f"did you mean 'gpipe'? known schedules: {known}; or give module:Class or csv:FILE"
+    assert str(raised.value) == f"unknown schedule 'gpip'; {hint}"
     with pytest.raises(ScheduleError, match=r"'no-schedule' gives \{\}, which is not a Schedule"):
         find_schedule("no-schedule")
 

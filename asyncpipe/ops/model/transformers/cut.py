@@ -80,7 +80,16 @@ def _is_alike(staged: StagedModel, module: nn.Module, batch: Any) -> bool:
 
 
 def unit_balance(staged: StagedModel, layers: Sequence[int]) -> list[int]:
-    """``layers`` per stage as units per stage: embeddings are with the first layers, heads with the last."""
+    """``layers`` per stage as units per stage: embeddings are with the first layers, heads with the last.
+
+    Raises ``BalanceError`` unless they are all of the model's layers, or of its units.
+    """
+    units = len(staged.stages)
+    if isinstance(staged.join, _JoinUnits) and sum(layers) not in (units - 2, units):
+        raise BalanceError(
+            f"balance {list(layers)} sums up to {sum(layers)}, but the model has {units - 2} layers; it must sum up to "
+            f"{units - 2}, or to {units} where the embeddings and the head count as one each"
+        )
     if len(layers) > 1 and sum(layers) == len(staged.stages) - 2:
         return [layers[0] + 1, *layers[1:-1], layers[-1] + 1]
     return [len(staged.stages)] if list(layers) == [len(staged.stages) - 2] else list(layers)

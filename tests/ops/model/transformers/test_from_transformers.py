@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.errors import BatchError, OptionError
+from asyncpipe.errors import BalanceError, BatchError, OptionError
 from asyncpipe.ops.model.transformers.counted_loss import CountedLoss, check_loss, loss_kind
 from asyncpipe.ops.model.transformers.cut import cut_at_layers
 from asyncpipe.ops.model.transformers.families import find_trunks
@@ -155,6 +155,14 @@ def test_what_stages_would_get_wrong_is_refused(spoil: Any, says: str) -> None:
     spoil(model)
     with pytest.raises(OptionError, match=says):
         asyncpipe.from_transformers(model, make_batch("LlamaForCausalLM"), devices=DEVICES, microbatches=2)
+
+
+def test_a_wrong_balance_and_a_plain_pipeline_are_told_of_layers_and_of_from_transformers() -> None:
+    model, batch = make_model("LlamaForCausalLM"), make_batch("LlamaForCausalLM")
+    with pytest.raises(BalanceError, match="up to 4, but the model has 3 layers; it must sum up to 3, or to 5 where"):
+        asyncpipe.from_transformers(model, batch, devices=DEVICES, microbatches=2, balance=[2, 2])
+    with pytest.raises(OptionError, match=r"got LlamaForCausalLM; asyncpipe\.from_transformers\("):
+        asyncpipe.Pipeline(model, DEVICES, microbatches=2)
 
 
 @pytest.mark.parametrize("how", ["hook", "forward"])
