@@ -162,7 +162,7 @@ def _packages() -> Iterator[_Finding]:
             missing.append(extra)
     yield _Finding("packages", ", ".join(there) or "none of the optional ones")
     if missing:
-        advice = f"if you need them: pip install 'asyncpipe-torch[{','.join(missing)}]'"
+        advice = f"if you need them, in a checkout: pip install -e '.[{','.join(missing)}]'"
         yield _Finding("extras", f"not installed: {', '.join(missing)}", advice)
 
 

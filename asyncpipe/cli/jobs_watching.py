@@ -57,8 +57,8 @@ def submit(client: JobClient, args: argparse.Namespace) -> int:
     from asyncpipe.service.submission.from_job_file import read_submission
 
     submission, ignored = read_submission(args.file, changes(args, KEYS))
-    for key in ignored:
-        print(f"{args.file}: {key}: does not apply to a job of a service", file=sys.stderr)
+    if ignored:
+        print(f"{args.file}: left out, as the service has its own: {', '.join(ignored)}", file=sys.stderr)
     if args.tag:
         submission["tags"] = [*submission.get("tags", ()), *args.tag]
     job = client.submit(submission, args.key)

@@ -4,15 +4,17 @@ Train jobs that are submitted over HTTP (see `asyncpipe jobs`), several at once 
 the service has acknowledged is on disk: the process may be killed at any time, and the next start continues.
 
 Jobs run only entries that the operator registers: --entries, or [entries] in the file. A flag overrides the environment
-(ASYNCPIPE_PORT is --port, and so on for every key of the file), which overrides the file. Without a token the service
-accepts only addresses of this machine.
+(ASYNCPIPE_PORT is --port, and so on for every key of the file), which overrides the file. In a flag and in the
+environment a list is written as cpu:0,cpu:1 and a table as KEY=VALUE,KEY=VALUE; either may be JSON. Without a token the
+service accepts only addresses of this machine.
 
 On SIGTERM or SIGINT (Ctrl-C) the service takes no new jobs, every running job ends its step and takes a snapshot within
 --grace-seconds, and the service exits with 0. A supervisor should wait ten seconds longer before it kills the process.
 A second signal ends the process at once; its jobs then continue from their last snapshots at the next start.
 
-On SIGHUP, or when told so by `asyncpipe service reload`, it reads its settings again, and uses what they say of these
-keys from then on: RELOADED. A renewed certificate is read as well. Jobs that run go on.
+On SIGHUP, or when told so by `asyncpipe service reload`, it reads its settings and its certificate again. Jobs that run
+go on. From then on it uses what the settings say of these keys:
+RELOADED
 
 With --standby it waits while another service has the folder, and takes over within seconds when that one has ended.
 
@@ -44,6 +46,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from textwrap import fill
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +116,7 @@ def parse_settings(arguments: Sequence[str]) -> tuple[ServiceSettings, argparse.
         from asyncpipe.service.settings.service_settings import RELOADED, SECRET, ServiceSettings
     except ImportError as error:
         raise missing_package("a service needs pydantic-settings, FastAPI and uvicorn", "service") from error
-    texts = help_texts(__doc__.replace("RELOADED", ", ".join(RELOADED)))
+    texts = help_texts(__doc__.replace("RELOADED", fill(", ".join(RELOADED), 120)))
     parser = argparse.ArgumentParser("asyncpipe serve", usage="asyncpipe serve [OPTIONS]", allow_abbrev=False, **texts)
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="of stderr (default: info)")
     parser.add_argument("--log-format", choices=FORMATS, default="text", help="of stderr (default: text)")

@@ -3,7 +3,7 @@
 Every check runs in a process of its own with a time limit of its own, and prints its verdict with its figures, beside
 what was expected of them, as soon as it ends. All of them make a page for ``docs/results``. One GPU is enough: it is
 listed as several devices. The cheap and decisive ones come first, the U-Nets last; after ``--minutes`` the rest is
-listed as not run. Nothing is needed but the checkout and what ``pip install asyncpipe-torch`` needs::
+listed as not run. Nothing is needed but the checkout and what ``pip install -e .`` installs in it::
 
     outcome.py          figures, what was expected of them, verdicts; ``check`` registers a question
     apart.py            the process of a check

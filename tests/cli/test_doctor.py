@@ -27,7 +27,7 @@ def test_it_says_what_works_and_what_to_do(capsys, monkeypatch):
     output = capsys.readouterr().out
     assert {"versions", "torch", "CPU", "shared memory", "packages"} <= set(told(output)["ok"])
     assert {f"port {port}", "extras"} <= set(told(output)["note"])
-    assert "pip install 'asyncpipe-torch[missing]'" in output
+    assert "pip install -e '.[missing]'" in output
     assert "--port" in output
 
 

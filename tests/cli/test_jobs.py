@@ -212,11 +212,8 @@ def test_whose_jobs_they_are(service, capsys):
 def test_a_job_file_becomes_a_submission_and_says_what_does_not_apply(service, capsys):
     out, err = jobs(capsys, "submit", str(CHARLM))
     assert out == f"{IDS[0]}\n"
-    assert err.splitlines() == [
-        f"{CHARLM}: observe.metrics_port: does not apply to a job of a service",
-        f"{CHARLM}: observe.trace: does not apply to a job of a service",
-        f"{CHARLM}: observe.timeline: does not apply to a job of a service",
-    ]
+    left_out = "observe.metrics_port, observe.trace, observe.timeline"
+    assert err == f"{CHARLM}: left out, as the service has its own: {left_out}\n"
     ((_, _, sent),) = service.sent
     assert sent == {
         "name": "charlm",

@@ -296,8 +296,11 @@ def test_help_helps_and_a_token_is_no_flag(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--help"])
     assert ended.value.code == 0
-    out = " ".join(capsys.readouterr().out.split())
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120
+    out = " ".join(text.split())
     for part in (
+        "a table as KEY=VALUE,KEY=VALUE",
         "--no-resume",
         "must be a port from 0 (any free one) to 65535",
         "asyncpipe serve --config service.toml",

@@ -53,8 +53,8 @@ class EndedJobs:
         store = self._active.store
         async with self._active.turn(job):
             before = await store.get(job)
-            await self._check_step(before, from_step)
-            after = await store.retry(job, cause, from_step, document)
+            step = await self._check_step(before, from_step)
+            after = await store.retry(job, cause, from_step, document, step=step)
             self._active.follow(before.state, after)
             return after
 
@@ -86,9 +86,10 @@ class EndedJobs:
             self._active.follow(None, record)
         return record
 
-    async def _check_step(self, record: JobRecord, step: int | None) -> None:
+    async def _check_step(self, record: JobRecord, step: int | None) -> int:
+        """The step after which ``record``'s job goes on."""
         folder = self._folder / record.id
-        await in_thread(lambda: check_step(record.id, folder, step, record.snapshot))
+        return await in_thread(lambda: check_step(record.id, folder, step, record.snapshot))
 
     async def files(self, job: str) -> FilesOfJob:
         """What ``delete`` would delete. Raises ``JobStateError`` where that would be refused."""

@@ -258,10 +258,13 @@ class JobStore:
         cause: str,
         from_step: int | None = None,
         document: Mapping[str, Any] | None = None,
+        *,
+        step: int = 0,
     ) -> JobRecord:
         """``job``, which has ended, queued again: from the snapshot of ``from_step``, and with another ``document``.
 
-        Raises ``JobStateError``, and what ``admit`` raises.
+        ``step`` is that of the snapshot, also where ``from_step`` is ``None`` and it is the newest. Raises
+        ``JobStateError``, and what ``admit`` raises.
         """
 
         def change(db: sqlite3.Connection) -> JobRecord:
@@ -270,10 +273,10 @@ class JobStore:
                 raise JobStateError(job, record.state, "be retried, since it has not ended")
             check_transition(job, record.state, JobState.QUEUED)
             self.admit(db, record.owner, record.teams, record.document if document is None else document)
-            changes: dict[str, Any] = {} if document is None else {"document": document}
+            changes: dict[str, Any] = {"step": step} if document is None else {"step": step, "document": document}
             if from_step is not None:
                 snapshot = f"step-{from_step}" if from_step else None
-                changes |= {"from_step": from_step, "step": from_step, "snapshot": snapshot}
+                changes |= {"from_step": from_step, "snapshot": snapshot}
             return change_state(db, replace(record, **changes), JobState.QUEUED, self._clock(), tidy_cause(cause))
 
         return await self._about(job, change)

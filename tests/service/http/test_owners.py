@@ -163,7 +163,7 @@ async def test_jobs_without_an_owner_are_the_operators(tmp_path: Path) -> None:
         detail = f"job {job} belongs to nobody; you are bob: only operators may cancel it"
         assert (status, answer["detail"]) == (403, detail)
         _, answer, _ = await api.ask("POST", f"/v1/jobs/{job}/cancel", {}, **operator)
-        assert (answer["state"], answer["cause"]) == ("cancelled", "asked for over HTTP by carol")
+        assert (answer["state"], answer["cause"]) == ("cancelled", "asked for by carol")
 
 
 async def test_lists_names_and_counts_have_only_what_one_sees(tmp_path: Path) -> None:

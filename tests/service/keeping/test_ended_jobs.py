@@ -50,12 +50,12 @@ async def comes(opened: TrainingService, job: str, state: JobState) -> JobRecord
 
 
 async def cancelled(opened: TrainingService, fakes: Fakes, steps: int = 4) -> JobRecord:
-    """A job with snapshots of steps 2 and 4 that was cancelled."""
+    """A job with a snapshot of every second step that was cancelled."""
     record, _ = await opened.submit(submission(snapshots={"every": 2}))
     if steps:
         await until(lambda: fakes.made["job"])
         await go(opened, fakes, steps)
-        while (await opened.get(record.id)).snapshot != f"step-{steps}":
+        while ((job := await opened.get(record.id)).step, job.snapshot) != (steps, f"step-{steps // 2 * 2}"):
             pass
     await opened.cancel(record.id)
     return await comes(opened, record.id, JobState.CANCELLED)
@@ -86,6 +86,13 @@ async def test_a_retried_job_goes_on_from_the_snapshot_that_was_said_with_what_w
         assert [each.to_state for each in await opened.history(job)] == [
             "queued", "running", "cancelled", "queued", "running", "finished",
         ]  # fmt: skip
+
+
+async def test_a_retried_job_and_a_fork_are_at_the_step_of_the_newest_snapshot(tmp_path):
+    async with service(tmp_path) as (opened, fakes):
+        job = (await cancelled(opened, fakes, 3)).id
+        for record in (await opened.fork(job), await opened.retry(job)):
+            assert (record.step, record.snapshot) == (2, "step-2")
 
 
 async def test_a_retry_keeps_what_was_changed_before(tmp_path):
