@@ -10,7 +10,7 @@ from torch import nn
 
 from asyncpipe import Pipeline
 from asyncpipe.errors import OptionError, ScheduleError
-from tests.support.own_memory import Layer
+from tests.support.own_memory import OWN_MEMORY, Layer
 
 X = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -28,8 +28,9 @@ def piped(model, offload, **options):
 
 @pytest.mark.promise("Bit-identical results", "Gradients with `offload` are bit-identical to those without.")
 @pytest.mark.timeout(120)
-def test_each_worker_offloads_its_part():
+def test_each_worker_offloads_its_part(monkeypatch):
     """The workers' memory is taken for that of devices: tensors come back elsewhere, and weights are the same bits."""
+    monkeypatch.setenv(OWN_MEMORY, "1")
     torch.manual_seed(0)
     model = nn.Sequential(*[Layer() for _ in range(4)])
     states = []

@@ -1,15 +1,20 @@
-"""A layer whose import makes the CPU of a worker a device with memory of its own, so that offload moves tensors."""
+"""A layer whose import makes the CPU a device with memory of its own, so that offload moves tensors.
+
+Only in workers of a test that has set ``OWN_MEMORY`` in the environment, which they inherit.
+"""
 
 from __future__ import annotations
 
-import sys
+import os
 
 import torch
 from torch import Tensor, nn
 
 from asyncpipe.ops.execute import offloading
 
-if "pytest" not in sys.modules:
+OWN_MEMORY = "ASYNCPIPE_TESTS_OWN_MEMORY"
+
+if OWN_MEMORY in os.environ:
     offloading.HOST_TYPES.discard("cpu")
     offloading.SMALLEST = 1
 

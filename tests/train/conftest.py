@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -20,3 +21,12 @@ def snapshot_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
             await self.finish()
 
     monkeypatch.setattr("asyncpipe.train.training_run.SnapshotWriter", WaitingWriter)
+
+
+@pytest.fixture(autouse=True)
+def _batch_norms_are_known() -> Iterator[None]:
+    """The model of these tests has batch norms, which each pipeline of it would tell of."""
+    logger = logging.getLogger("asyncpipe.ops.model.batchnorm")
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(logging.NOTSET)
