@@ -132,7 +132,7 @@ async def test_eight_jobs_of_one_user_do_not_delay_those_of_others(tmp_path):
             return (await service.control.submit(document, None, owner=owner))[0].id
 
         flood = [await submit(f"ann {number}", "ann") for number in range(8)]
-        await until(lambda: service.fakes.made["ann 1"])
+        await until(lambda: service.fakes.made["ann 0"] and service.fakes.made["ann 1"])
         bob, first = await submit("bob", "bob"), await submit("bob, first", "bob", priority=5)
         cid = await submit("cid", "cid")
         places = {job: service.manager.outlook(job).place for job in (first, cid, bob, flood[2])}
@@ -143,7 +143,8 @@ async def test_eight_jobs_of_one_user_do_not_delay_those_of_others(tmp_path):
             service.fakes[name].go()
         for job in (*flood, bob, first, cid):
             await service.comes(job, JobState.FINISHED)
-        assert list(service.fakes.made)[:4] == ["ann 0", "ann 1", "bob", "cid"]
+        # Two may begin at once: which of them is made first is a matter of threads.
+        assert set(list(service.fakes.made)[:4]) == {"ann 0", "ann 1", "bob", "cid"}
         used = service.control.queue.usage.used("ann", service.manager._clock())
         assert used > 0
     async with opened(tmp_path, max_running=2) as service:
