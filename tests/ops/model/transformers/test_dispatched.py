@@ -150,19 +150,14 @@ def test_quantized_layers_train_their_adapters_where_they_are(bits: int, tmp_pat
     """QLoRA as peft prepares it, with its gradient checkpointing, against the unsplit quantized model."""
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
-    model = make_model("LlamaForCausalLM", hidden_size=64, intermediate_size=64, head_dim=32)
-    batch = make_batch("LlamaForCausalLM")
+    model, batch = make_model("LlamaForCausalLM", hidden_size=64, intermediate_size=64), make_batch("LlamaForCausalLM")
     model.float().save_pretrained(tmp_path)
     config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_quant_type="nf4")
     loaded = type(model).from_pretrained(tmp_path, quantization_config=config, device_map="cpu", dtype=torch.float32)
     dispatched(loaded, LLAMA)
     loaded = peft.prepare_model_for_kbit_training(loaded, gradient_checkpointing_kwargs={"use_reentrant": False})
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(loaded, lora).eval()
-    with torch.no_grad():
-        # On a CPU with AVX512-BF16, bitsandbytes packs weights in their first evaluation, and rounds more from then on.
-        adapted(**batch)
-    adapted.train()
+    adapted = peft.get_peft_model(loaded, lora).train()
     expected = adapted(**batch).loss
     expected.backward()
     gradients = {name: p.grad for name, p in adapted.named_parameters() if p.grad is not None}
