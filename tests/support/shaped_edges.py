@@ -234,7 +234,7 @@ def _written() -> Shapes:
 
 def install() -> None:
     """Have the pipelines of this worker use ``ShapedLinks``, for entries that do more."""
-    resident.Links = ShapedLinks  # type: ignore[misc]
+    resident.Links = ShapedLinks  # type: ignore[attr-defined]
 
 
 async def serve(control: ControlClient) -> None:
