@@ -33,6 +33,7 @@ import signal
 import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from asyncpipe.cli.arguments import add_command, add_set, changes, count, names
@@ -221,11 +222,13 @@ def _print_next(summary: TrainingSummary, job: Job, job_file: Path) -> None:
     if summary.snapshot is None:
         return
     program = sys.argv[0] if sys.argv[0].endswith("/asyncpipe") else "asyncpipe"  # It need not be on the path.
-    train, folder = f"{program} train {job_file}", summary.snapshot.parent
+    train, folder = f"{program} train {quote(str(job_file))}", summary.snapshot.parent
     print("next:")
     if summary.sample is not None:
         given = " --set 'job.parameters.prompt=\"class \"'" if "prompt" in job.job.parameters else ""
-        print(f"  {train} --resume {folder}{given}    # generates from the model")
-    print(f"  {train} --resume {folder} --steps {2 * summary.steps}    # trains it longer")
+        print(f"  {train} --resume {quote(str(folder))}{given}    # generates from the model")
+    print(f"  {train} --resume {quote(str(folder))} --steps {2 * summary.steps}    # trains it longer")
     if job.pipeline.workers == "threads" and job.training.overlap:  # Workers update their stages in the step.
-        print(f"  {train} --resume {folder}-processes --workers processes    # trains one in worker processes")
+        print(
+            f"  {train} --resume {quote(f'{folder}-processes')} --workers processes    # trains one in worker processes"
+        )

@@ -108,6 +108,8 @@ class PreparedCall(StepHere[Any]):
         """The parameters that gradients go to."""
         recording = context.grad and not context.inference
         training = recording and any(tensor.requires_grad for tensor in [*self._parameters, *self._given])
+        if training and parts.module.training:
+            parts.batch_norms.saw(parts.module, len(made.sizes))
         plan = StepPlan(
             loss=None,
             weights=loss_weights(made.sizes, options.loss_reduction == "mean"),

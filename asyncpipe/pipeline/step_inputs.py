@@ -185,7 +185,8 @@ class StepInputs:
             batch = CutInputs.of(parts, x, target, has_loss=has_loss)
             if training:
                 parts.few_microbatches.saw(batch.sizes, options.pieces, ready_made=batch.ready_made)
-                parts.batch_norms.saw(parts.module, len(batch.sizes))
+        if training:
+            parts.batch_norms.saw(parts.module, len(batch.sizes))
         plan = _make_plan(parts, batch.sizes, step, training=training, has_loss=has_loss)
         return cls(step, plan, has_loss, context, batch, parts.graphs.number)
 

@@ -431,17 +431,20 @@ def test_an_embedding_with_a_largest_norm_is_recomputed() -> None:
     "Reported, not silent",
     "That batch norms normalise each micro-batch by itself is logged once, before the first step.",
 )
-@pytest.mark.parametrize("how", ["sequence", "traced", "evaluation", "one micro-batch"])
+@pytest.mark.parametrize("how", ["sequence", "traced", "call", "deferred", "evaluation", "one micro-batch"])
 def test_that_batch_norms_see_micro_batches_is_logged_once(how: str, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
     if how == "evaluation":
         model[1].eval()
     if how == "traced":
         model = asyncpipe.trace(model, torch.ones(4, 6), split=["1"])
-    options: dict[str, Any] = {} if how == "traced" else {"balance": [1, 2]}
+    options: dict[str, Any] = {} if how == "traced" else {"balance": [1, 2], "deferred_batch_norm": how == "deferred"}
     pieces = 1 if how == "one micro-batch" else 2
     with Pipeline(model, ["cpu:0", "cpu:1"], microbatches=pieces, loss_fn=mse, **options).sync() as pipe:
         for _ in range(2):
-            pipe.step(torch.randn(8, 6), torch.randn(8, 6))
+            if how == "call":
+                pipe(torch.randn(8, 6)).sum().backward()
+            else:
+                pipe.step(torch.randn(8, 6), torch.randn(8, 6))
     told = [record for record in caplog.records if "normalise each micro-batch" in record.message]
-    assert len(told) == (how in ("sequence", "traced"))
+    assert len(told) == (how in ("sequence", "traced", "call"))

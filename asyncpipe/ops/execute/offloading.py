@@ -12,13 +12,13 @@ well. Tensors that share memory share it again when they are back::
 What stays: parameters and buffers, what the caller has given, small tensors, and what is no ordinary strided tensor.
 With recomputation nothing is saved, and the stage's inputs are all that is kept.
 
-**Streams.** All blocks are allocated on the compute stream, also those that come back, and freed there. A
-stage's inputs may be of the stream that brought them; their copier has recorded the compute stream for them, so their
+**Streams.** All blocks are allocated on the compute stream, also those that come back, and freed there.
+A stage's inputs may be of the stream that brought them; their copier has recorded the compute stream for them, so their
 memory is used again behind the point where the compute stream drops them. So the hazards are these: O reads after F
 (its dependency); the memory is given back just before something that has waited for O uses it (the action after the
 next one, or a load before that, depend on it); L writes when what had the memory before is done (it waits for the
-compute stream as it is when L is queued, that is up to the action that L depends on); B reads after L. If a
-step ends early, nothing waits for the copies that are under way, and their memory is kept by ``record_stream``.
+compute stream as it is when L is queued, that is up to the action that L depends on); B reads after L. If a step ends
+early, nothing waits for the copies that are under way, and their memory is kept by ``record_stream``.
 """
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ class BatchNormNotice:
         if self._has_looked or microbatches == 1:
             return
         self._has_looked = True
-        if any(isinstance(layer, BatchNorm) and layer.training for layer in model.modules()):
+        norms = [layer for layer in model.modules() if isinstance(layer, BatchNorm) and layer.training]
+        if not all(isinstance(layer, DeferredBatchNorm) for layer in norms):  # Who defers them knows.
             _logger.warning(
                 "batch norms normalise each micro-batch by itself, so the loss and the gradients are not those of the "
                 "whole mini-batch; deferred_batch_norm=True keeps the running statistics of whole mini-batches, and "

@@ -14,13 +14,13 @@ __all__ = ["evaluating"]
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Inside, ``module`` is in evaluation mode; afterwards each of its modules is in the mode in which it was.
 
-    Layers of bitsandbytes are in training mode, which changes nothing of what they compute: in evaluation mode, those
-    of 4 bits pack their weights on some CPUs (AVX512-BF16), which stay packed and round more.
+    Layers of bitsandbytes with 4 bits are in training mode, in which they compute the same. In evaluation mode they
+    would pack their weights on some CPUs (AVX512-BF16), for good, and round more.
     """
     modes = [(each, each.training) for each in module.modules()]
     module.eval()
     for each, _ in modes:
-        if type(each).__module__.startswith("bitsandbytes."):
+        if any(kind.__name__ == "Linear4bit" for kind in type(each).__mro__):  # By name: it need not be installed.
             each.training = True
     try:
         yield

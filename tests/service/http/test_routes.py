@@ -144,7 +144,7 @@ async def test_actions_change_the_state_and_history_tells(tmp_path: Path) -> Non
         status, answer, _ = await api.ask("GET", f"/v1/jobs/{job}/history")
         steps = [(row["from"], row["to"]) for row in answer["transitions"]]
         assert steps == [(None, "queued"), ("queued", "paused"), ("paused", "queued"), ("queued", "cancelled")]
-        assert {row["cause"] for row in answer["transitions"][1:]} == {"asked for"}
+        assert {row["cause"] for row in answer["transitions"][1:]} == {"asked for by a client"}
 
 
 async def test_a_schedule_is_changed_by_name_only(tmp_path: Path) -> None:

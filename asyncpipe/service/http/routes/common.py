@@ -81,7 +81,7 @@ def owner_of(request: Request) -> dict[str, Any]:
 
 async def _cause(request: Request) -> str:
     holder = holder_of(request)
-    return "asked for" + ("" if holder is None else f" by {holder.user}")
+    return f"asked for by {'a client' if holder is None else holder.user}"
 
 
 Cause: TypeAlias = Annotated[str, Depends(_cause)]
